@@ -1,0 +1,1 @@
+"""Scheduling, memory and execution: everything between a list of token ids and the next token."""

@@ -1,0 +1,275 @@
+"""ModelRunner: one rank's weights, KV cache, inputs, forward and sampling.
+
+Sequences become flat arrays here, once a step (`StepInput`); everything after that sees arrays only. It decides
+nothing about which sequences run.
+"""
+
+import logging
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from nanovllm.attention import create_backend
+from nanovllm.config import Config
+from nanovllm.engine.sequence import Sequence
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.sampler import Sampler, SamplingInputs
+from nanovllm.models import model_class
+from nanovllm.models.config import ModelConfig
+from nanovllm.sampling_params import GREEDY_TEMPERATURE
+from nanovllm.utils.context import Context, step_context
+from nanovllm.utils.loader import fill_with_random_weights, load_model
+
+logger = logging.getLogger("nanovllm")
+
+_CPU_POOL_BYTES = 2 << 30
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """One step as flat arrays; the fields of `Context` have their meaning there.
+
+    Attributes:
+        input_ids: [num_tokens] int64; -1 - i stands for the token that the last step sampled in its row i, which
+            need not be known here.
+        positions: [num_tokens] int64.
+        logits_indices: [num_rows] int64, the tokens after which one is sampled.
+        temperatures: [num_rows] float32.
+        keys: [num_rows, 2] int64, low and high half of each request's key.
+        output_positions: [num_rows] int64, tokens of each completion before this one.
+        sample_indices: [num_rows] int64.
+    """
+
+    input_ids: np.ndarray
+    positions: np.ndarray
+    slot_mapping: np.ndarray
+    block_tables: np.ndarray | None
+    cu_seqlens_q: np.ndarray | None
+    cu_seqlens_k: np.ndarray | None
+    context_lens: np.ndarray | None
+    logits_indices: np.ndarray
+    temperatures: np.ndarray
+    keys: np.ndarray
+    output_positions: np.ndarray
+    sample_indices: np.ndarray
+
+
+class PendingTokens:
+    """Tokens sampled on the device: a promise that `wait` redeems.
+
+    Args:
+        tokens: [num_rows] int64, on the device.
+        rows: For each of the step's sequences its row, or None if nothing was sampled for it.
+    """
+
+    def __init__(self, tokens: torch.Tensor, rows: list[int | None]) -> None:
+        self._tokens = tokens
+        self._rows = rows
+
+    def wait(self) -> list[int | None]:
+        """Return the token of each of the step's sequences, None where none was sampled."""
+        tokens = self._tokens.tolist()
+        return [None if row is None else tokens[row] for row in self._rows]
+
+
+class ModelRunner:
+    """Runs steps on one device.
+
+    Args:
+        config: Knobs, with `device`, `dtype` and the lengths settled.
+        model_config: The checkpoint's shape.
+        folder: The checkpoint's folder.
+
+    Raises:
+        ValueError: Weights that do not fit, a backend that does not run here, a block size that it cannot take.
+    """
+
+    def __init__(self, config: Config, model_config: ModelConfig, folder: Path) -> None:
+        self.model_config = model_config
+        self.device = torch.device(config.device)
+        self.dtype: torch.dtype = getattr(torch, config.dtype)
+        self.backend = create_backend(config.attention_backend, self.device.type)
+        self.block_size = config.kvcache_block_size or self.backend.default_block_size
+        with torch.inference_mode(), _defaults(self.device, self.dtype):
+            self.model = model_class(model_config.architecture)(model_config, config.max_model_len)
+            if config.load_format == "dummy":
+                fill_with_random_weights(self.model, config.seed % 2**32)
+            else:
+                load_model(self.model, folder)
+            self.num_blocks = self.allocate_kv_cache(config)
+        self.sampler = Sampler()
+        # The last step's samples, and where each sequence stands in them.
+        self._last_tokens = torch.empty(0, dtype=torch.int64, device=self.device)
+        self._last_rows: dict[int, int] = {}
+
+    def allocate_kv_cache(self, config: Config) -> int:
+        """Allocate the KV pool, give each attention layer its view, and return the number of blocks."""
+        layers = [module for module in self.model.modules() if isinstance(module, Attention)]
+        shape = (self.block_size, layers[0].num_kv_heads, layers[0].head_dim)
+        block_bytes = 2 * len(layers) * int(np.prod(shape)) * self.dtype.itemsize
+        num_blocks = config.num_kvcache_blocks
+        if num_blocks is None or num_blocks == -1:
+            wanted = config.max_num_seqs * -(-config.max_model_len // self.block_size)
+            num_blocks = max(1, min(wanted, _CPU_POOL_BYTES // block_bytes))
+        try:
+            # Left uninitialised: nothing reads a slot before it is written, and untouched pages cost no memory.
+            self.kv_cache = torch.empty(2, len(layers), num_blocks, *shape)
+        except RuntimeError as error:
+            raise ValueError(
+                f"A KV cache of {num_blocks} blocks of {block_bytes} bytes ({num_blocks * block_bytes / 2**30:.1f} GiB)"
+                f" cannot be allocated. Lower num_kvcache_blocks."
+            ) from error
+        for i, layer in enumerate(layers):
+            layer.k_cache, layer.v_cache = self.kv_cache[0, i], self.kv_cache[1, i]
+            layer.backend = self.backend
+        logger.info(
+            "%s on %s: %.1f MB of weights, %d KV blocks of %d tokens (%.1f MB), attention backend %s",
+            self.model_config.architecture,
+            self.device,
+            sum(p.numel() * p.element_size() for p in self.model.parameters()) / 1e6,
+            num_blocks,
+            self.block_size,
+            num_blocks * block_bytes / 1e6,
+            self.backend.name,
+        )
+        return num_blocks
+
+    def run(self, seqs: SequenceOf[Sequence], is_prefill: bool) -> PendingTokens:
+        """Launch one step and return its tokens as a promise.
+
+        Args:
+            seqs: The step's sequences: `num_scheduled_tokens` behind `num_cached_tokens` are computed.
+            is_prefill: Whether more than one token a sequence may be due.
+        """
+        sampled = [seq for seq in seqs if seq.num_cached_tokens + seq.num_scheduled_tokens == seq.num_tokens]
+        step = self.prepare_prefill(seqs) if is_prefill else self.prepare_decode(seqs)
+        self._last_tokens = self.run_model(step)
+        self._last_rows = {seq.seq_id: row for row, seq in enumerate(sampled)}
+        return PendingTokens(self._last_tokens, [self._last_rows.get(seq.seq_id) for seq in seqs])
+
+    def prepare_prefill(self, seqs: SequenceOf[Sequence]) -> StepInput:
+        """Lay out a prefill step: the scheduled tokens of all sequences in one row."""
+        starts = [seq.num_cached_tokens for seq in seqs]
+        ends = [seq.num_cached_tokens + seq.num_scheduled_tokens for seq in seqs]
+        lens = [seq.num_scheduled_tokens for seq in seqs]
+        positions = np.concatenate([np.arange(start, end) for start, end in zip(starts, ends, strict=True)])
+        tables = _block_tables(seqs)
+        blocks = tables[np.repeat(np.arange(len(seqs)), lens), positions // self.block_size].astype(np.int64)
+        cu_seqlens_q = np.concatenate(([0], np.cumsum(lens)))
+        return StepInput(
+            input_ids=np.array(
+                [token for seq, a, b in zip(seqs, starts, ends, strict=True) for token in seq.token_ids[a:b]], np.int64
+            ),
+            positions=positions,
+            slot_mapping=blocks * self.block_size + positions % self.block_size,
+            block_tables=tables if any(starts) else None,
+            cu_seqlens_q=cu_seqlens_q.astype(np.int32),
+            cu_seqlens_k=np.concatenate(([0], np.cumsum(ends))).astype(np.int32),
+            context_lens=None,
+            **self._sampling_arrays(
+                [
+                    (seq, last)
+                    for seq, end, last in zip(seqs, ends, cu_seqlens_q[1:] - 1, strict=True)
+                    if end == seq.num_tokens
+                ]
+            ),
+        )
+
+    def prepare_decode(self, seqs: SequenceOf[Sequence]) -> StepInput:
+        """Lay out a decode step: the newest token of each sequence."""
+        positions = np.array([seq.num_tokens - 1 for seq in seqs])
+        tables = _block_tables(seqs)
+        blocks = tables[np.arange(len(seqs)), positions // self.block_size].astype(np.int64)
+        last_rows = self._last_rows
+        return StepInput(
+            input_ids=np.array(
+                [-1 - last_rows[seq.seq_id] if seq.num_pending_tokens else seq.last_token for seq in seqs], np.int64
+            ),
+            positions=positions,
+            slot_mapping=blocks * self.block_size + positions % self.block_size,
+            block_tables=tables,
+            cu_seqlens_q=None,
+            cu_seqlens_k=None,
+            context_lens=(positions + 1).astype(np.int32),
+            **self._sampling_arrays([(seq, i) for i, seq in enumerate(seqs)]),
+        )
+
+    @torch.inference_mode()
+    def run_model(self, step: StepInput) -> torch.Tensor:
+        """Run the forward and the sampler on one step; returns token ids [num_rows] int64 on the device."""
+        input_ids = self._to_device(step.input_ids)
+        if (step.input_ids < 0).any():
+            from_last = self._last_tokens[(-1 - input_ids).clamp(min=0)]
+            input_ids = torch.where(input_ids < 0, from_last, input_ids)
+        context = Context(
+            slot_mapping=self._to_device(step.slot_mapping),
+            cu_seqlens_q=self._to_device_if(step.cu_seqlens_q),
+            cu_seqlens_k=self._to_device_if(step.cu_seqlens_k),
+            max_seqlen_q=0 if step.cu_seqlens_q is None else int(np.diff(step.cu_seqlens_q).max()),
+            max_seqlen_k=0 if step.cu_seqlens_k is None else int(np.diff(step.cu_seqlens_k).max()),
+            context_lens=self._to_device_if(step.context_lens),
+            block_tables=self._to_device_if(step.block_tables),
+            logits_indices=self._to_device(step.logits_indices),
+        )
+        with step_context(context):
+            hidden_states = self.model(input_ids, self._to_device(step.positions))
+            if not len(step.logits_indices):  # the first chunks of a long prompt
+                return torch.empty(0, dtype=torch.int64, device=self.device)
+            logits = self.model.compute_logits(hidden_states)
+        return self.sampler(logits, self._sampling_inputs(step))
+
+    def exit(self) -> None:
+        """Let go of weights and cache."""
+        for name in ("model", "kv_cache", "_last_tokens"):
+            if hasattr(self, name):
+                delattr(self, name)
+
+    def _sampling_arrays(self, rows: list[tuple[Sequence, int]]) -> dict[str, np.ndarray]:
+        keys = np.array([seq.request_key for seq, _ in rows], np.uint64)
+        return {
+            "logits_indices": np.array([index for _, index in rows], np.int64),
+            "temperatures": np.array([seq.sampling_params.temperature for seq, _ in rows], np.float32),
+            "keys": np.stack((keys & np.uint64(0xFFFFFFFF), keys >> np.uint64(32)), axis=-1).astype(np.int64),
+            "output_positions": np.array([seq.num_completion_tokens for seq, _ in rows], np.int64),
+            "sample_indices": np.zeros(len(rows), np.int64),
+        }
+
+    def _sampling_inputs(self, step: StepInput) -> SamplingInputs:
+        return SamplingInputs(
+            temperatures=self._to_device(step.temperatures),
+            keys=self._to_device(step.keys),
+            positions=self._to_device(step.output_positions),
+            sample_indices=self._to_device(step.sample_indices),
+            all_greedy=bool((step.temperatures <= GREEDY_TEMPERATURE).all()),
+        )
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    def _to_device_if(self, array: np.ndarray | None) -> torch.Tensor | None:
+        return None if array is None else self._to_device(array)
+
+
+def _block_tables(seqs: SequenceOf[Sequence]) -> np.ndarray:
+    """Return the sequences' block tables, [num_seqs, max_blocks] int32, padded with -1."""
+    tables = np.full((len(seqs), max(len(seq.block_table) for seq in seqs)), -1, np.int32)
+    for row, seq in zip(tables, seqs, strict=True):
+        row[: len(seq.block_table)] = seq.block_table
+    return tables
+
+
+@contextmanager
+def _defaults(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """Create tensors with this device and dtype inside the block."""
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            yield
+    finally:
+        torch.set_default_dtype(previous)

@@ -1,0 +1,1 @@
+"""The model's building blocks, named as in the checkpoint."""

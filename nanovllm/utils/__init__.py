@@ -1,0 +1,1 @@
+"""What several layers share: argument checks, the per-step context, files, tokenizer."""

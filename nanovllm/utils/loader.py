@@ -1,0 +1,129 @@
+"""Checkpoints: from a folder or the hub into a model's parameters, each rank reading only its part."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from nanovllm.models.config import read_json
+
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt", "*.model"]
+_EMBEDDED = Path(__file__).resolve().parent.parent / "embedded"
+
+
+def find_checkpoint(model: str, revision: str | None = None) -> Path:
+    """Return the folder of a model, fetching it from the hub if need be.
+
+    Args:
+        model: A folder, "embedded" (unless a folder has that name), or a hub id.
+        revision: Branch, tag or commit on the hub.
+
+    Raises:
+        ValueError: Neither a folder nor something that can be a hub id.
+        OSError: The hub does not have it or cannot be reached.
+    """
+    if Path(model).is_dir():
+        return Path(model)
+    if model == "embedded":
+        return _EMBEDDED
+    hint = "Give a folder with config.json and *.safetensors, a hub id, or 'embedded' for the model in this package."
+    if not model or Path(model).exists() or model.count("/") > 1 or model.startswith((".", "/", "~")):
+        raise ValueError(f"model={model!r} is no folder. {hint}")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=_HUB_FILES))
+    except Exception as error:  # the hub's own errors come from several libraries
+        raise OSError(
+            f"model={model!r} is no folder here and could not be fetched from the hub "
+            f"({type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no details'}). "
+            f"{hint}"
+        ) from error
+
+
+def load_model(model: nn.Module, folder: Path) -> None:
+    """Fill every parameter from the folder's safetensors files.
+
+    Names are checked over all files before the first tensor is read.
+
+    Raises:
+        ValueError: No safetensors files, or tensors missing, unexpected or of the wrong shape; all are listed.
+    """
+    targets = dict(_targets(model))
+    own_names = {name for name, _ in model.named_parameters()}
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - own_names
+    with ExitStack() as stack:
+        sources: dict[str, Any] = {}  # checkpoint name -> the open file that has it
+        for path in _weight_files(folder):
+            try:
+                file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+            except (OSError, SafetensorError) as error:
+                raise ValueError(f"{str(path)!r} cannot be read as safetensors: {error}") from error
+            sources |= dict.fromkeys(file.keys(), file)
+        missing = sorted(targets.keys() - sources.keys())
+        unexpected = sorted(
+            name for name in sources.keys() - targets.keys() if name not in tied and "rotary_emb.inv_freq" not in name
+        )
+        if missing or unexpected:
+            raise ValueError(
+                f"The weights in {str(folder)!r} do not fit the model. Missing ({len(missing)}): {_some(missing)}. "
+                f"Unexpected ({len(unexpected)}): {_some(unexpected)}."
+            )
+        for name, (param, shard_id) in targets.items():
+            loader = getattr(param, "weight_loader", _load_whole)
+            try:
+                loader(param, sources[name].get_slice(name), *(() if shard_id is None else (shard_id,)))
+            except ValueError as error:
+                raise ValueError(f"Tensor {name!r} in {str(folder)!r} {error}.") from error
+
+
+def fill_with_random_weights(model: nn.Module, seed: int, std: float = 0.02) -> None:
+    """Draw every weight from a normal distribution of deviation ``std``; norm weights become 1."""
+    for name, param in model.named_parameters():
+        if "norm" in name:
+            param.fill_(1.0)
+        else:
+            generator = torch.Generator(param.device).manual_seed(seed)
+            param.normal_(0.0, std, generator=generator)
+            seed += 1
+
+
+def _targets(model: nn.Module) -> Iterator[tuple[str, tuple[torch.Tensor, str | int | None]]]:
+    """Yield the checkpoint names that a model wants, each with the parameter and the part of it that it fills."""
+    packed: dict[str, list[tuple[str, str | int]]] = {}
+    for source, (target, shard_id) in getattr(model, "packed_modules_mapping", {}).items():
+        packed.setdefault(target, []).append((source, shard_id))
+    for name, param in model.named_parameters():
+        path = name.split(".")
+        for part in packed.get(path[-2], ()) if len(path) > 1 else ():
+            yield ".".join((*path[:-2], part[0], path[-1])), (param, part[1])
+        if len(path) < 2 or path[-2] not in packed:
+            yield name, (param, None)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = read_json(folder / "model.safetensors.index.json")
+    if index is not None:
+        paths = [folder / name for name in sorted(set(index.get("weight_map", {}).values()))]
+    else:
+        paths = sorted(folder.glob("*.safetensors"))
+    absent = [path.name for path in paths if not path.exists()]
+    if not paths or absent:
+        detail = f"lacks {_some(absent)}" if absent else "has no *.safetensors files"
+        raise ValueError(f"{str(folder)!r} {detail}; other weight formats have to be converted to safetensors first.")
+    return paths
+
+
+def _load_whole(param: torch.Tensor, source: Any) -> None:
+    if list(source.get_shape()) != list(param.shape):
+        raise ValueError(f"has shape {source.get_shape()}, expected {list(param.shape)}")
+    param.copy_(source[:])
+
+
+def _some(names: list[str], most: int = 8) -> str:
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest if names else "none"
