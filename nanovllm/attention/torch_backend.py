@@ -49,7 +49,7 @@ class TorchBackend:
                 keys, values = k[new], v[new]
             else:
                 slots = _slots(context.block_tables[i : i + 1], k_cache.size(1), torch.arange(len_k, device=q.device))
-                keys, values = k_cache.flatten(0, 1)[slots[0]], v_cache.flatten(0, 1)[slots[0]]
+                keys, values = _gather(k_cache, slots)[0], _gather(v_cache, slots)[0]
             mask = None
             if len_q != len_k:  # the diagonal ends at the bottom right corner, which is_causal cannot say
                 mask = torch.ones(len_q, len_k, dtype=torch.bool, device=q.device).tril(len_k - len_q)
@@ -87,12 +87,18 @@ class TorchBackend:
             slots = _slots(context.block_tables[rows], k_cache.size(1), torch.minimum(columns, last.unsqueeze(1)))
             out[rows] = F.scaled_dot_product_attention(
                 grouped[rows],
-                k_cache.flatten(0, 1)[slots].transpose(1, 2),  # [rows, num_kv_heads, width, head_dim]
-                v_cache.flatten(0, 1)[slots].transpose(1, 2),
+                _gather(k_cache, slots).transpose(1, 2),  # [rows, num_kv_heads, width, head_dim]
+                _gather(v_cache, slots).transpose(1, 2),
                 attn_mask=mask[:, None, None],
                 scale=scale,
             )
         return out.view(num_rows, num_heads, head_dim)
+
+
+def _gather(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Return [rows, width, num_kv_heads, head_dim] for slots [rows, width]."""
+    # index_select copies whole slots and is four times faster on a CPU than indexing with a tensor.
+    return cache.flatten(0, 1).index_select(0, slots.flatten()).unflatten(0, slots.shape)
 
 
 def _slots(block_tables: torch.Tensor, block_size: int, positions: torch.Tensor) -> torch.Tensor:

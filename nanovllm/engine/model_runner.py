@@ -18,6 +18,7 @@ from nanovllm.attention import create_backend
 from nanovllm.config import Config
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.attention import Attention
+from nanovllm.layers.onednn import pack_linear_weights
 from nanovllm.layers.sampler import Sampler, SamplingInputs
 from nanovllm.models import model_class
 from nanovllm.models.config import ModelConfig
@@ -101,7 +102,20 @@ class ModelRunner:
                 fill_with_random_weights(self.model, config.seed % 2**32)
             else:
                 load_model(self.model, folder)
+            num_weight_bytes = sum(p.numel() * p.element_size() for p in self.model.parameters())
+            if self.device.type == "cpu":
+                pack_linear_weights(self.model)
             self.num_blocks = self.allocate_kv_cache(config)
+        logger.info(
+            "%s on %s: %.1f MB of weights, %d KV blocks of %d tokens (%.1f MB), attention backend %s",
+            model_config.architecture,
+            self.device,
+            num_weight_bytes / 1e6,
+            self.num_blocks,
+            self.block_size,
+            self.kv_cache.numel() * self.kv_cache.element_size() / 1e6,
+            self.backend.name,
+        )
         self.sampler = Sampler()
         # The last step's samples, and where each sequence stands in them.
         self._last_tokens = torch.empty(0, dtype=torch.int64, device=self.device)
@@ -127,16 +141,6 @@ class ModelRunner:
         for i, layer in enumerate(layers):
             layer.k_cache, layer.v_cache = self.kv_cache[0, i], self.kv_cache[1, i]
             layer.backend = self.backend
-        logger.info(
-            "%s on %s: %.1f MB of weights, %d KV blocks of %d tokens (%.1f MB), attention backend %s",
-            self.model_config.architecture,
-            self.device,
-            sum(p.numel() * p.element_size() for p in self.model.parameters()) / 1e6,
-            num_blocks,
-            self.block_size,
-            num_blocks * block_bytes / 1e6,
-            self.backend.name,
-        )
         return num_blocks
 
     def run(self, seqs: SequenceOf[Sequence], is_prefill: bool) -> PendingTokens:

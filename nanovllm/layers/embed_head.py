@@ -48,7 +48,11 @@ class VocabParallelEmbedding(nn.Module):
 class ParallelLMHead(VocabParallelEmbedding):
     """Hidden states to logits, for the rows that the step's context asks for."""
 
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """See `LinearBase.multiply`."""
+        return F.linear(x, self.weight)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [num_tokens, hidden] to this rank's part of [num_rows, vocabulary]."""
         rows = get_context().logits_indices
-        return F.linear(x if rows is None else x[rows], self.weight)
+        return self.multiply(x if rows is None else x[rows])

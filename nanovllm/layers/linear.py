@@ -56,6 +56,10 @@ class LinearBase(nn.Module):
         for param in self.parameters():
             param.weight_loader = self.weight_loader  # type: ignore[attr-defined]
 
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [..., input] to x @ weight.T; replaced where a device has a better way (see `layers/onednn.py`)."""
+        return F.linear(x, self.weight)
+
     def shard(self, shard_id: ShardId) -> Shard:
         """Return which output rows of the checkpoint tensor ``shard_id`` this rank holds: here all."""
         size = self.weight.size(0)
@@ -67,7 +71,8 @@ class LinearBase(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [..., input] to this rank's part of [..., output]."""
-        return F.linear(x, self.weight, self.bias)
+        y = self.multiply(x)
+        return y if self.bias is None else y + self.bias
 
 
 class ReplicatedLinear(LinearBase):
@@ -157,5 +162,5 @@ class RowParallelLinear(LinearBase):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map this rank's part of [..., input] to the whole [..., output]."""
-        y = self.tp.all_reduce(F.linear(x, self.weight))
+        y = self.tp.all_reduce(self.multiply(x))
         return y if self.bias is None else y + self.bias
