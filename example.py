@@ -1,4 +1,4 @@
-"""Two chat prompts, answered: `python example.py` (the embedded model), or `python example.py MODEL` (folder or hub id)."""
+"""Two chat prompts, answered: `python example.py` or `python example.py MODEL` (a folder or a hub id)."""
 
 import sys
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import time
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import Any
@@ -11,11 +12,13 @@ from tqdm import tqdm
 from nanovllm.engine.llm_engine import LLMEngine, Prompt, check_token_ids, shorten
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import check_choice
+from nanovllm.utils.tokenizer import split_reasoning
 
 _PIECE = 256  # prompts tokenized together and handed to the engine at once
 
 Message = dict[str, Any]
-Row = tuple[int, Prompt, SamplingParams | None]
+Row = tuple[int, Prompt, SamplingParams]
 
 
 class LLM:
@@ -51,13 +54,15 @@ class LLM:
         prompts: SequenceOf[Prompt],
         sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        on_error: str = "output",
     ) -> list[RequestOutput]:
         """Complete prompts.
 
         Args:
             prompts: Texts or lists of token ids, mixed freely.
-            sampling_params: One for all prompts, one a prompt, or None for `SamplingParams()`.
+            sampling_params: One for all prompts, one a prompt, or None for `get_default_sampling_params()`.
             use_tqdm: Show a progress bar.
+            on_error: "output", or "raise" to raise RuntimeError at the first prompt that fails, dropping the rest.
 
         Returns:
             One output a prompt, in order. A prompt that cannot be served gives an output with
@@ -65,19 +70,33 @@ class LLM:
 
         Raises:
             TypeError: Prompts or parameters of the wrong type.
-            ValueError: Lists of different lengths, or text for a model without tokenizer.
-            RuntimeError: Another generate is under way, or the engine is closed.
+            ValueError: Lists of different lengths, text for a model without tokenizer, token ids of parameters outside
+                the vocabulary.
+            RuntimeError: Another generate or stream is under way, or the engine is closed.
         """
         prompts = _check_prompts(prompts)
-        params = _check_params(sampling_params, len(prompts))
-        if any(isinstance(prompt, str) for prompt in prompts):
-            self.engine.encode([])  # raises if there is no tokenizer
-        rows = ((i, prompt, param) for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)))
         outputs: dict[int, RequestOutput] = {}
-        with tqdm(total=len(prompts), desc="Generating", unit="prompt", disable=not use_tqdm, mininterval=0.1) as bar:
-            for output in self._run(rows, bar):
-                outputs[output.index] = output
+        for output in self._stream(prompts, sampling_params, use_tqdm, on_error):
+            outputs[output.index] = output
         return [outputs[i] for i in range(len(prompts))]
+
+    def stream(
+        self,
+        prompts: Iterable[Prompt],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+        use_tqdm: bool = False,
+        on_error: str = "output",
+    ) -> Iterator[RequestOutput]:
+        """Complete prompts and yield each output, with its `index`, as soon as it ends.
+
+        Leaving the loop early drops the rest. Any iterable will do and is taken piece by piece, so a million prompts
+        need not fit into memory; then a prompt of the wrong type is an error output too, since it is met on the way.
+
+        Args, raises: As in `generate`.
+        """
+        if isinstance(prompts, list | tuple | str) or not isinstance(prompts, Iterable):
+            prompts = _check_prompts(prompts)
+        return self._stream(prompts, sampling_params, use_tqdm, on_error)
 
     def chat(
         self,
@@ -85,6 +104,8 @@ class LLM:
         sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
         use_tqdm: bool = True,
         chat_template_kwargs: dict[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
+        on_error: str = "output",
     ) -> list[RequestOutput]:
         """Answer conversations through the model's chat template.
 
@@ -93,9 +114,12 @@ class LLM:
             sampling_params: As in `generate`.
             use_tqdm: Show a progress bar.
             chat_template_kwargs: Passed on to the template, such as ``{"enable_thinking": False}``.
+            tools: Descriptions of tools, passed on to the template.
+            on_error: As in `generate`.
 
         Returns:
-            One output a conversation, in order; a list of one for one conversation.
+            One output a conversation, in order; a list of one for one conversation. What a thinking model thought
+            stands apart from `text`, in `reasoning`.
 
         Raises:
             TypeError: Conversations of the wrong type.
@@ -112,16 +136,29 @@ class LLM:
             )
         if getattr(self.tokenizer, "chat_template", None) is None:
             raise ValueError(f"{self.engine.config.model!r} has no chat template; use generate.")
-        prompts: list[Prompt] = []
+        texts: list[str] = []
         for conversation in conversations:
             try:
                 text = self.tokenizer.apply_chat_template(
-                    conversation, tokenize=False, add_generation_prompt=True, **(chat_template_kwargs or {})
+                    conversation,
+                    tokenize=False,
+                    add_generation_prompt=True,
+                    tools=tools,
+                    **(chat_template_kwargs or {}),
                 )
             except Exception as error:  # the template is the model's own program
                 raise ValueError(f"The chat template refuses {shorten(conversation)}: {error}") from error
-            prompts.append(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-        return self.generate(prompts, sampling_params, use_tqdm)
+            texts.append(text)
+        prompts = self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+        outputs = self.generate(prompts, sampling_params, use_tqdm, on_error)
+        return [
+            _with_reasoning(output, text.rstrip().endswith("<think>"))
+            for output, text in zip(outputs, texts, strict=True)
+        ]
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return what prompts without parameters get: `SamplingParams()` with the model's generation_config.json."""
+        return self.engine.default_sampling_params
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """See `LLMEngine.add_request`."""
@@ -147,40 +184,59 @@ class LLM:
 
     close = exit
 
-    def _run(self, rows: Iterable[Row], bar: Any) -> Iterator[RequestOutput]:
-        """Yield the output of each row as soon as it ends; what is left when the caller stops is dropped."""
+    def _stream(
+        self, prompts: Iterable[Prompt], sampling_params: Any, use_tqdm: bool, on_error: str
+    ) -> Iterator[RequestOutput]:
+        """Check the call, then return the generator that runs it."""
+        check_choice("on_error", on_error, ("output", "raise"))
+        self._check_idle()
+        self.engine.check_open()
+        total = len(prompts) if isinstance(prompts, list) else None
+        params = self._check_params(sampling_params, total)
+        if isinstance(prompts, list) and any(isinstance(prompt, str) for prompt in prompts):
+            self.engine.encode([])  # raises if there is no tokenizer
+        return self._run(zip(itertools.count(), prompts, params), _Progress(self.engine, total, use_tqdm), on_error)
+
+    def _check_idle(self) -> None:
         if self._is_generating:
-            raise RuntimeError("Another generate is under way on this LLM; wait for it to end.")
+            raise RuntimeError("Another generate or stream is under way on this LLM; end it first.")
+
+    def _run(self, rows: Iterator[Row], progress: "_Progress", on_error: str) -> Iterator[RequestOutput]:
+        """Yield the output of each row as soon as it ends; what is left when the caller stops is dropped."""
+        self._check_idle()
         self._is_generating = True
-        rows = iter(rows)
         index_of: dict[int, int] = {}  # request id -> row
         try:
             has_more = True
             while has_more or index_of:
-                # Tokenized piece by piece, so that the first prompts run while the last are still text.
-                while has_more and len(self.engine.scheduler.waiting) < self.engine.config.max_num_seqs:
+                outputs: list[RequestOutput] = []
+                # Taken and tokenized piece by piece, so that the first prompts run while the last are still text.
+                if has_more and len(self.engine.scheduler.waiting) < self.engine.config.max_num_seqs:
                     piece = list(itertools.islice(rows, _PIECE))
                     has_more = len(piece) == _PIECE
-                    for output in self._add(piece, index_of):
-                        bar.update()
-                        yield output
-                if not index_of:
-                    continue
-                outputs, _ = self.engine.step()
+                    outputs = self._add(piece, index_of)
+                elif index_of:
+                    ended, _ = self.engine.step()
+                    for output in ended:
+                        if output.request_id in index_of:
+                            index = index_of.pop(output.request_id)
+                            outputs.append(dataclasses.replace(output, index=index))
+                        else:
+                            self._others.append(output)
+                progress.update(len(outputs))
                 for output in outputs:
-                    index = index_of.pop(output.request_id, None)
-                    if index is None:
-                        self._others.append(output)
-                    else:
-                        bar.update()
-                        yield dataclasses.replace(output, index=index)
+                    if on_error == "raise" and output.finish_reason == "error":
+                        raise RuntimeError(f"Prompt {output.index}: {output.error}")
+                    yield output
         finally:
             for request_id in index_of:
                 self.engine.abort(request_id)
             self._is_generating = False
+            progress.close()
 
-    def _add(self, rows: list[Row], index_of: dict[int, int]) -> Iterator[RequestOutput]:
-        """Queue rows; yield an error output for each that is refused."""
+    def _add(self, rows: list[Row], index_of: dict[int, int]) -> list[RequestOutput]:
+        """Queue rows; return an error output for each that is refused."""
+        refused: list[RequestOutput] = []
         texts = [prompt for _, prompt, _ in rows if isinstance(prompt, str)]
         encoded = iter(self.engine.encode(texts) if texts else ())
         for index, prompt, params in rows:
@@ -189,9 +245,68 @@ class LLM:
                 if isinstance(token_ids, Exception):
                     raise ValueError(f"The prompt cannot be tokenized: {token_ids}")
                 index_of[self.engine.add_request(token_ids, params)] = index
-            except ValueError as error:
-                known = [] if isinstance(token_ids, Exception) else list(token_ids)
-                yield RequestOutput(index, -1, "", [], known, "error", error=str(error))
+            except (TypeError, ValueError) as error:
+                known = list(token_ids) if isinstance(token_ids, list | tuple) else []
+                refused.append(RequestOutput.refused(index, known, str(error)))
+        return refused
+
+    def _check_params(self, params: Any, num_prompts: int | None) -> Iterable[SamplingParams]:
+        """Return parameters for each prompt, checked as far as they are at hand."""
+        if params is None or isinstance(params, SamplingParams):
+            params = self.engine.default_sampling_params if params is None else params
+            self.engine.check_params(params)
+            return itertools.repeat(params)
+        if num_prompts is None and isinstance(params, Iterable):
+            return params
+        if not isinstance(params, list | tuple) or not all(isinstance(param, SamplingParams) for param in params):
+            raise TypeError(f"sampling_params must be SamplingParams or a list of them, not {shorten(params)}.")
+        if len(params) != num_prompts:
+            raise ValueError(
+                f"There are {num_prompts} prompts but {len(params)} sampling_params; give one, or one each."
+            )
+        for param in {id(param): param for param in params}.values():
+            self.engine.check_params(param)
+        return params
+
+
+class _Progress:
+    """The progress bar: prompts done, tokens a second, KV use, preemptions; redrawn at most ten times a second."""
+
+    def __init__(self, engine: LLMEngine, total: int | None, is_shown: bool) -> None:
+        self._engine = engine
+        self._bar = tqdm(total=total, desc="Generating", unit="prompt", mininterval=0.1, disable=not is_shown)
+        self._start = self._drawn = time.perf_counter()
+        self._tokens = engine.num_prompt_tokens, engine.num_completion_tokens
+
+    def update(self, num_done: int) -> None:
+        """Count ``num_done`` more prompts as done."""
+        now = time.perf_counter()
+        if not self._bar.disable and now - self._drawn >= 0.1:
+            self._drawn, elapsed = now, now - self._start
+            tokens_in = (self._engine.num_prompt_tokens - self._tokens[0]) / elapsed
+            tokens_out = (self._engine.num_completion_tokens - self._tokens[1]) / elapsed
+            scheduler = self._engine.scheduler
+            use = len(scheduler.block_manager.used_block_ids) / scheduler.block_manager.num_blocks
+            self._bar.set_postfix_str(
+                f"in {tokens_in:.0f} tok/s, out {tokens_out:.0f} tok/s, KV {use:.0%}, "
+                f"preempted {scheduler.num_preemptions}",
+                refresh=False,
+            )
+        self._bar.update(num_done)
+
+    def close(self) -> None:
+        """Draw the bar a last time."""
+        self._bar.close()
+
+
+def _with_reasoning(output: RequestOutput, starts_open: bool) -> RequestOutput:
+    """Return the output with the thinking text of each completion set apart."""
+    completions = []
+    for completion in output.outputs:
+        reasoning, text = split_reasoning(completion.text, starts_open)
+        completions.append(dataclasses.replace(completion, reasoning=reasoning, text=text))
+    first = completions[0]
+    return dataclasses.replace(output, outputs=completions, text=first.text, reasoning=first.reasoning)
 
 
 def _check_prompts(prompts: Any) -> list[Prompt]:
@@ -202,13 +317,3 @@ def _check_prompts(prompts: Any) -> list[Prompt]:
     if prompts and all(isinstance(prompt, int) for prompt in prompts):
         raise TypeError(f"prompts must be a list of prompts: write generate([{shorten(list(prompts))}]).")
     return [prompt if isinstance(prompt, str) else check_token_ids(prompt) for prompt in prompts]
-
-
-def _check_params(params: Any, num_prompts: int) -> SequenceOf[SamplingParams | None]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params] * num_prompts
-    if not isinstance(params, list | tuple) or not all(isinstance(param, SamplingParams) for param in params):
-        raise TypeError(f"sampling_params must be SamplingParams or a list of them, not {shorten(params)}.")
-    if len(params) != num_prompts:
-        raise ValueError(f"There are {num_prompts} prompts but {len(params)} sampling_params; give one, or one each.")
-    return params

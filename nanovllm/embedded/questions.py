@@ -141,14 +141,14 @@ def held_out_questions(seed: int = 0, plain: bool = False) -> list[tuple[str, st
 
 
 def training_example(rng: random.Random) -> list[dict[str, str]] | tuple[str, str]:
-    """A conversation (a list of messages) or, one time in four, a (plain prompt, completion) pair."""
+    """A conversation (a list of messages) or, one time in three, a (plain prompt, completion) pair."""
 
     def pair() -> tuple[int, int]:
         # Numbers of one digit would be too rare to learn if every number were as likely.
-        a, b = (rng.randint(0, 9 if rng.random() < 0.2 else LARGEST) for _ in range(2))
+        a, b = (rng.randint(0, 9 if rng.random() < 0.25 else LARGEST) for _ in range(2))
         return pair() if is_held_out(a, b) else (a, b)
 
-    if rng.random() < 0.25:
+    if rng.random() < 0.35:
         return completion(*pair(), rng) if rng.random() < 0.95 else (_other_message(rng), " " + INTRODUCTION)
     messages = []
     if rng.random() < 0.15:

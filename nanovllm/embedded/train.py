@@ -21,7 +21,7 @@ from nanovllm.embedded.questions import held_out_questions, training_example
 
 SEED, STEPS = 0, 2200
 ROWS, ROW_LENGTH = 16, 192  # one batch; every row is packed with several short examples
-PEAK_LR, WARMUP_STEPS, WEIGHT_DECAY = 2e-3, 200, 0.5
+PEAK_LR, WARMUP_STEPS, WEIGHT_DECAY = 3e-3, 200, 0.5
 
 VOCAB_SIZE, MAX_LENGTH = 448, 4096
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"

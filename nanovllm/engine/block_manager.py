@@ -83,7 +83,8 @@ class BlockManager:
         """
         needed = self.blocks_needed(seq.num_tokens)
         num_hits = num_free_needed = 0
-        for i in range(needed - 1):
+        # A cached prefix is not computed, so it has no logits either.
+        for i in range(0 if seq.wants_prompt_logprobs else needed - 1):
             block_id = self.hash_to_block_id.get(self._block_hash(seq, i))
             # Tokens are compared too: a hash collision must not serve another prefix's KV.
             if block_id is None or self.blocks[block_id].token_ids != self._block_tokens(seq, i):
@@ -117,6 +118,23 @@ class BlockManager:
                 self.free_block_ids[block_id] = None
         seq.block_table.clear()
         seq.num_cached_tokens = 0
+
+    def can_fork(self, seq: Sequence) -> bool:
+        """Return whether another sequence can share this one's KV: a partly filled last block takes a free one."""
+        return bool(self.free_block_ids) or seq.num_tokens % self.block_size == 0
+
+    def fork(self, seq: Sequence, child: Sequence) -> None:
+        """Let ``child``, which has the same tokens, share the full blocks of ``seq``.
+
+        A partly filled last block gets a twin; the runner copies it once ``seq`` has been computed.
+        """
+        num_full = seq.num_tokens // self.block_size
+        child.block_table = seq.block_table[:num_full]
+        for block_id in child.block_table:
+            self.blocks[block_id].ref_count += 1
+        if seq.num_tokens % self.block_size:
+            child.block_table.append(self._take_free_block())
+        child.num_cached_tokens = seq.num_tokens
 
     def needs_block(self, seq: Sequence) -> bool:
         """Return whether the sequence's tokens no longer fit into the blocks that it holds."""

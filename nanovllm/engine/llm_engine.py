@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import logging
 from collections import deque
+from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 from typing import Any, Protocol
 
@@ -19,11 +20,12 @@ from nanovllm.config import Config
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import StepOutput
 from nanovllm.models.config import ModelConfig
-from nanovllm.outputs import RequestOutput
+from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.loader import find_checkpoint
-from nanovllm.utils.tokenizer import end_token_ids, load_tokenizer
+from nanovllm.utils.tokenizer import StopStringFinder, decode, end_token_ids, load_tokenizer
 
 logger = logging.getLogger("nanovllm")
 
@@ -31,10 +33,10 @@ Prompt = str | SequenceOf[int]
 
 
 class Promise(Protocol):
-    """Tokens that may still be on their way."""
+    """A step's results, which may still be on their way."""
 
-    def wait(self) -> list[int | None]:
-        """Return the token of each of a step's sequences, None where none was sampled."""
+    def wait(self) -> StepOutput:
+        """Return them once they are known."""
 
 
 class Runner(Protocol):
@@ -69,7 +71,8 @@ class LLMEngine:
         config = settle_config(config, model_config)
         tokenizer_folder = find_checkpoint(config.tokenizer) if config.tokenizer else folder
         tokenizer = load_tokenizer(tokenizer_folder)
-        self._assemble(config, model_config, tokenizer, ModelRunner(config, model_config, folder))
+        runner = ModelRunner(config, model_config, folder, end_token_ids(tokenizer, model_config))
+        self._assemble(config, model_config, tokenizer, runner)
 
     @classmethod
     def from_parts(cls, config: Config, model_config: ModelConfig, tokenizer: Any, runner: Runner) -> "LLMEngine":
@@ -86,14 +89,16 @@ class LLMEngine:
         self.tokenizer = tokenizer
         self.model_runner = runner
         self.end_token_ids = end_token_ids(tokenizer, model_config)
-        self._request_ids = itertools.count()
+        self.default_sampling_params = default_sampling_params(model_config)
+        self._request_ids, self._seq_ids = itertools.count(), itertools.count()
+        self.num_prompt_tokens = self.num_completion_tokens = 0  # computed and sampled so far
         self._is_closed = False
         self.reset()
 
     def reset(self) -> None:
         """Forget all requests, steps under way and the prefix cache: a clean start, whatever state an error left."""
         self.scheduler = Scheduler(self.config, self.end_token_ids)
-        self._sequences: dict[int, Sequence] = {}
+        self._requests: dict[int, list[Sequence]] = {}  # the samples of each request that has not ended
         self._in_flight: deque[tuple[list[Sequence], bool, int, Promise]] = deque()
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
@@ -101,7 +106,7 @@ class LLMEngine:
 
         Args:
             prompt: Text or token ids.
-            sampling_params: Defaults to `SamplingParams()`.
+            sampling_params: Defaults to `default_sampling_params`.
 
         Returns:
             The request's number, which its output carries as `request_id`.
@@ -112,23 +117,30 @@ class LLMEngine:
                 that can never fit into KV memory.
             RuntimeError: The engine is closed.
         """
-        self._check_open()
-        params = sampling_params if sampling_params is not None else SamplingParams()
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"sampling_params must be SamplingParams, not {params!r}.")
+        self.check_open()
+        params = self.default_sampling_params if sampling_params is None else sampling_params
+        self.check_params(params)
         token_ids = self.encode([prompt])[0] if isinstance(prompt, str) else check_token_ids(prompt)
         if isinstance(token_ids, Exception):
             raise ValueError(f"The prompt cannot be tokenized: {token_ids}") from token_ids
         self._check_row(token_ids)
-        seq_id = next(self._request_ids)
-        seq = Sequence(token_ids, params, seq_id, request_key(params.seed, self.config.seed, seq_id, token_ids))
-        self._sequences[seq_id] = seq
+        request_id = next(self._request_ids)
+        key = request_key(params.seed, self.config.seed, request_id, token_ids)
+        seqs = [Sequence(token_ids, params, next(self._seq_ids), key, index) for index in range(params.n)]
+        for seq in seqs:
+            seq.request_id = request_id
+            if params.stop:
+                seq.stop_finder = StopStringFinder(self.tokenizer, params)
+        for fork in seqs[1:]:
+            fork.forked_from = seqs[0]
+        seqs[0].forks = seqs[1:]
+        self._requests[request_id] = seqs
         try:
-            self.scheduler.add(seq)
+            self.scheduler.add(seqs[0])
         except ValueError:
-            del self._sequences[seq_id]
+            del self._requests[request_id]
             raise
-        return seq_id
+        return request_id
 
     def step(self) -> tuple[list[RequestOutput], int]:
         """Launch what can run, then book the oldest step under way.
@@ -140,7 +152,7 @@ class LLMEngine:
         Raises:
             RuntimeError: The engine is closed.
         """
-        self._check_open()
+        self.check_open()
         try:
             while len(self._in_flight) <= self.config.lookahead:
                 seqs, is_prefill = self.scheduler.schedule()
@@ -153,11 +165,15 @@ class LLMEngine:
             num_tokens = 0
             if self._in_flight:
                 seqs, is_prefill, num_tokens, promise = self._in_flight.popleft()
-                self.scheduler.postprocess(seqs, promise.wait(), is_prefill)
+                result = promise.wait()
+                _book_logprobs(seqs, result)
+                self.scheduler.postprocess(seqs, result.token_ids, is_prefill)
+                self.num_prompt_tokens += max(num_tokens, 0)
+                self.num_completion_tokens += sum(token_id is not None for token_id in result.token_ids)
             finished = self.scheduler.take_finished()
             if not num_tokens and not finished and not self.is_finished():
                 raise RuntimeError("The scheduler can run nothing although requests wait; this is a fault of nanovllm.")
-            return [self._output(seq) for seq in finished], num_tokens
+            return [output for seq in finished if (output := self._output_if_complete(seq))], num_tokens
         except BaseException:
             self.reset()
             raise
@@ -168,8 +184,7 @@ class LLMEngine:
 
     def abort(self, request_id: int) -> None:
         """Drop a request; it gives no output. Unknown and ended ids are ignored."""
-        seq = self._sequences.pop(request_id, None)
-        if seq is not None:
+        for seq in self._requests.pop(request_id, ()):
             self.scheduler.abort(seq)
 
     def exit(self) -> None:
@@ -180,6 +195,25 @@ class LLMEngine:
             self.model_runner.exit()
 
     close = exit
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Check what `SamplingParams` cannot know: the model's vocabulary.
+
+        Raises:
+            TypeError: Not SamplingParams.
+            ValueError: A token id outside the vocabulary, stop strings without a tokenizer, or no token that may come.
+        """
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params must be SamplingParams, not {shorten(params)}.")
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            self._check_vocabulary(getattr(params, name) or (), f"{name}: token id")
+        if params.stop and self.tokenizer is None:
+            raise ValueError(f"stop={params.stop} needs a tokenizer, and {self.config.model!r} has none.")
+        ends = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else self.end_token_ids)
+        if params.min_tokens and params.allowed_token_ids and ends >= set(params.allowed_token_ids):
+            raise ValueError(
+                f"min_tokens={params.min_tokens} forbids all of allowed_token_ids, which only end requests."
+            )
 
     def encode(self, prompts: SequenceOf[str]) -> list[list[int] | Exception]:
         """Tokenize texts together; in the place of one that the tokenizer refuses stands its exception.
@@ -196,12 +230,13 @@ class LLMEngine:
                 return [error]
             return [ids for prompt in prompts for ids in self.encode([prompt])]
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise RuntimeError if the engine is closed."""
         if self._is_closed:
             raise RuntimeError("This engine is closed; make a new one.")
 
     def _check_row(self, token_ids: SequenceOf[int]) -> None:
-        limit, vocab_size = self.config.max_model_len, self.model_config.vocab_size
+        limit = self.config.max_model_len
         if not token_ids:
             raise ValueError("The prompt is empty: it needs at least one token.")
         if len(token_ids) >= limit:
@@ -209,26 +244,72 @@ class LLMEngine:
                 f"The prompt has {len(token_ids)} tokens, which leaves no room for a completion within "
                 f"max_model_len={limit}. Shorten it or raise max_model_len."
             )
-        low, high = min(token_ids), max(token_ids)
-        if low < 0 or high >= vocab_size:
-            bad = low if low < 0 else high
-            raise ValueError(f"Token id {bad} is outside the vocabulary: ids run from 0 to {vocab_size - 1}.")
+        self._check_vocabulary(token_ids, "Token id")
 
-    def _output(self, seq: Sequence) -> RequestOutput:
-        self._sequences.pop(seq.seq_id, None)
-        token_ids = seq.completion_token_ids
-        text = "" if self.tokenizer is None else self.tokenizer.decode(token_ids, skip_special_tokens=True)
-        assert seq.finish_reason is not None
-        return RequestOutput(
+    def _check_vocabulary(self, token_ids: Collection[int], what: str) -> None:
+        vocab_size = self.model_config.vocab_size
+        if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
+            bad = min(token_ids) if min(token_ids) < 0 else max(token_ids)
+            raise ValueError(f"{what} {bad} is outside the vocabulary: ids run from 0 to {vocab_size - 1}.")
+
+    def _output_if_complete(self, seq: Sequence) -> RequestOutput | None:
+        """Return the output of an ended sequence's request once all its samples have ended; None before, and after."""
+        seqs = self._requests.get(seq.request_id)
+        if seqs is None or not all(sample.is_finished for sample in seqs):
+            return None
+        del self._requests[seq.request_id]
+        first = seqs[0]
+        prompt_logprobs = None
+        if first.sampling_params.prompt_logprobs is not None:
+            prompt_logprobs = [None, *first.prompt_logprobs]  # nothing predicts the first token
+        return RequestOutput.of(
+            [self._completion(sample) for sample in seqs],
             index=0,
-            request_id=seq.seq_id,
+            request_id=seq.request_id,
+            prompt_token_ids=first.token_ids[: first.num_prompt_tokens],
+            num_cached_tokens=first.num_prefix_hit_tokens or 0,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def _completion(self, seq: Sequence) -> CompletionOutput:
+        params, token_ids = seq.sampling_params, seq.completion_token_ids
+        if seq.stop_finder is not None and seq.stop_finder.end is not None:
+            text = seq.stop_finder.text[: seq.stop_finder.end]
+        else:
+            text = decode(self.tokenizer, token_ids, params.skip_special_tokens)
+        assert seq.finish_reason is not None
+        return CompletionOutput(
+            index=seq.sample_index,
             text=text,
             token_ids=token_ids,
-            prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens],
             finish_reason=seq.finish_reason,
-            num_cached_tokens=seq.num_prefix_hit_tokens or 0,
+            stop_reason=seq.stop_reason,
+            logprobs=None if params.logprobs is None else seq.logprobs,
             error=seq.error,
         )
+
+
+def _book_logprobs(seqs: SequenceOf[Sequence], result: StepOutput) -> None:
+    """Hand a step's log-probabilities to its sequences; those that have ended meanwhile get none."""
+    for i, seq in enumerate(seqs):
+        if seq.is_finished:
+            continue
+        logprobs = result.logprobs[i] if result.logprobs else None
+        if logprobs is not None:
+            seq.logprobs.append(logprobs)
+        if result.prompt_logprobs:
+            seq.prompt_logprobs += result.prompt_logprobs[i]
+
+
+def default_sampling_params(model_config: ModelConfig) -> SamplingParams:
+    """Return what a request without parameters gets: `SamplingParams()` with what generation_config.json says."""
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    given = {name: model_config.generation[name] for name in names if model_config.generation.get(name) is not None}
+    if model_config.generation.get("do_sample") is False:
+        given["temperature"] = 0.0
+    if model_config.generation.get("max_new_tokens"):
+        given["max_tokens"] = model_config.generation["max_new_tokens"]
+    return SamplingParams(**given)
 
 
 def settle_config(config: Config, model_config: ModelConfig) -> Config:
@@ -264,10 +345,16 @@ def settle_config(config: Config, model_config: ModelConfig) -> Config:
 
 def check_token_ids(prompt: Any) -> list[int]:
     """Return a prompt of token ids as a list of ints; TypeError if it is anything else."""
-    ids = np.asarray(prompt) if isinstance(prompt, list | tuple | np.ndarray) else None
-    if ids is None or ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise TypeError(f"A prompt must be a str or a list of ints, not {shorten(prompt)}.")
-    return ids.tolist()
+    if isinstance(prompt, list | tuple | np.ndarray):
+        try:
+            ids = np.asarray(prompt)
+        except ValueError:  # nested lists of different lengths
+            ids = np.empty(1)
+        if ids.ndim == 1 and (not ids.size or ids.dtype.kind in "iu"):
+            return ids.tolist()
+        if all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in prompt):
+            return list(prompt)  # beyond 64 bits: a matter of range, not of type
+    raise TypeError(f"A prompt must be a str or a list of ints, not {shorten(prompt)}.")
 
 
 def shorten(value: Any, most: int = 60) -> str:

@@ -1,23 +1,27 @@
 """ModelRunner: one rank's weights, KV cache, inputs, forward and sampling.
 
-Sequences become flat arrays here, once a step (`StepInput`); everything after that sees arrays only. It decides
-nothing about which sequences run.
+Sequences become flat arrays here, once a step; everything after that sees arrays only. It decides nothing about which
+sequences run.
 """
 
+import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from nanovllm.attention import create_backend
 from nanovllm.config import Config
+from nanovllm.engine.extras import build_extras
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import PendingStep, StepInput
 from nanovllm.layers.attention import Attention
+from nanovllm.layers.logits_processors import LogitsExtras, process_logits, top_logprobs
 from nanovllm.layers.onednn import pack_linear_weights
 from nanovllm.layers.sampler import Sampler, SamplingInputs
 from nanovllm.models import model_class
@@ -29,53 +33,7 @@ from nanovllm.utils.loader import fill_with_random_weights, load_model
 logger = logging.getLogger("nanovllm")
 
 _CPU_POOL_BYTES = 2 << 30
-
-
-@dataclass(frozen=True)
-class StepInput:
-    """One step as flat arrays; the fields of `Context` have their meaning there.
-
-    Attributes:
-        input_ids: [num_tokens] int64; -1 - i stands for the token that the last step sampled in its row i, which
-            need not be known here.
-        positions: [num_tokens] int64.
-        logits_indices: [num_rows] int64, the tokens after which one is sampled.
-        temperatures: [num_rows] float32.
-        keys: [num_rows, 2] int64, low and high half of each request's key.
-        output_positions: [num_rows] int64, tokens of each completion before this one.
-        sample_indices: [num_rows] int64.
-    """
-
-    input_ids: np.ndarray
-    positions: np.ndarray
-    slot_mapping: np.ndarray
-    block_tables: np.ndarray | None
-    cu_seqlens_q: np.ndarray | None
-    cu_seqlens_k: np.ndarray | None
-    context_lens: np.ndarray | None
-    logits_indices: np.ndarray
-    temperatures: np.ndarray
-    keys: np.ndarray
-    output_positions: np.ndarray
-    sample_indices: np.ndarray
-
-
-class PendingTokens:
-    """Tokens sampled on the device: a promise that `wait` redeems.
-
-    Args:
-        tokens: [num_rows] int64, on the device.
-        rows: For each of the step's sequences its row, or None if nothing was sampled for it.
-    """
-
-    def __init__(self, tokens: torch.Tensor, rows: list[int | None]) -> None:
-        self._tokens = tokens
-        self._rows = rows
-
-    def wait(self) -> list[int | None]:
-        """Return the token of each of the step's sequences, None where none was sampled."""
-        tokens = self._tokens.tolist()
-        return [None if row is None else tokens[row] for row in self._rows]
+_LOGITS_SLICE = 64  # prompt tokens whose logits exist at once
 
 
 class ModelRunner:
@@ -85,13 +43,17 @@ class ModelRunner:
         config: Knobs, with `device`, `dtype` and the lengths settled.
         model_config: The checkpoint's shape.
         folder: The checkpoint's folder.
+        end_token_ids: The tokens that `min_tokens` holds back.
 
     Raises:
         ValueError: Weights that do not fit, a backend that does not run here, a block size that it cannot take.
     """
 
-    def __init__(self, config: Config, model_config: ModelConfig, folder: Path) -> None:
+    def __init__(
+        self, config: Config, model_config: ModelConfig, folder: Path, end_token_ids: Collection[int] = ()
+    ) -> None:
         self.model_config = model_config
+        self.end_token_ids = end_token_ids
         self.device = torch.device(config.device)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.backend = create_backend(config.attention_backend, self.device.type)
@@ -143,21 +105,34 @@ class ModelRunner:
             layer.backend = self.backend
         return num_blocks
 
-    def run(self, seqs: SequenceOf[Sequence], is_prefill: bool) -> PendingTokens:
-        """Launch one step and return its tokens as a promise.
+    @torch.inference_mode()
+    def run(self, seqs: SequenceOf[Sequence], is_prefill: bool) -> PendingStep:
+        """Launch one step and return its results as a promise.
 
         Args:
             seqs: The step's sequences: `num_scheduled_tokens` behind `num_cached_tokens` are computed.
             is_prefill: Whether more than one token a sequence may be due.
         """
-        sampled = [seq for seq in seqs if seq.num_cached_tokens + seq.num_scheduled_tokens == seq.num_tokens]
         step = self.prepare_prefill(seqs) if is_prefill else self.prepare_decode(seqs)
-        self._last_tokens = self.run_model(step)
-        self._last_rows = {seq.seq_id: row for row, seq in enumerate(sampled)}
-        return PendingTokens(self._last_tokens, [self._last_rows.get(seq.seq_id) for seq in seqs])
+        sampled = [seq for seq in seqs if seq.num_cached_tokens + seq.num_scheduled_tokens == seq.num_tokens]
+        vocab_size = self.model_config.vocab_size
+        extras = build_extras(sampled, self._last_rows, self.end_token_ids, vocab_size, self.device)
+        context = self._context(step)
+        with step_context(context):
+            hidden_states = self.run_model(step)
+            prompt_logprobs = self._prompt_logprobs(seqs, step, hidden_states, context) if is_prefill else None
+            tokens, logprobs = self._sample(step, extras, hidden_states)
+        if step.block_copies is not None:
+            source, target = self._to_device(step.block_copies).unbind(1)
+            self.kv_cache[:, :, target] = self.kv_cache[:, :, source]
+        self._last_tokens, self._last_rows = tokens, {seq.seq_id: row for row, seq in enumerate(sampled)}
+        rows = [self._last_rows.get(seq.seq_id) for seq in seqs]
+        return PendingStep(seqs, rows, tokens, logprobs, prompt_logprobs)
 
     def prepare_prefill(self, seqs: SequenceOf[Sequence]) -> StepInput:
         """Lay out a prefill step: the scheduled tokens of all sequences in one row."""
+        forks = [seq for seq in seqs if not seq.num_scheduled_tokens]
+        seqs = [seq for seq in seqs if seq.num_scheduled_tokens]
         starts = [seq.num_cached_tokens for seq in seqs]
         ends = [seq.num_cached_tokens + seq.num_scheduled_tokens for seq in seqs]
         lens = [seq.num_scheduled_tokens for seq in seqs]
@@ -165,6 +140,16 @@ class ModelRunner:
         tables = _block_tables(seqs)
         blocks = tables[np.repeat(np.arange(len(seqs)), lens), positions // self.block_size].astype(np.int64)
         cu_seqlens_q = np.concatenate(([0], np.cumsum(lens)))
+        last_index = {seq.seq_id: index for seq, index in zip(seqs, cu_seqlens_q[1:] - 1, strict=True)}
+        rows: list[Sequence] = []  # a fork samples from the same logits as the sequence whose prefill it shares
+        for seq, end in zip(seqs, ends, strict=True):
+            if end == seq.num_tokens:
+                rows += [seq, *(fork for fork in forks if fork.forked_from is seq)]
+        copies = [
+            (fork.forked_from.block_table[-1], fork.block_table[-1])
+            for fork in forks
+            if fork.forked_from and fork.num_cached_tokens % self.block_size
+        ]
         return StepInput(
             input_ids=np.array(
                 [token for seq, a, b in zip(seqs, starts, ends, strict=True) for token in seq.token_ids[a:b]], np.int64
@@ -175,13 +160,8 @@ class ModelRunner:
             cu_seqlens_q=cu_seqlens_q.astype(np.int32),
             cu_seqlens_k=np.concatenate(([0], np.cumsum(ends))).astype(np.int32),
             context_lens=None,
-            **self._sampling_arrays(
-                [
-                    (seq, last)
-                    for seq, end, last in zip(seqs, ends, cu_seqlens_q[1:] - 1, strict=True)
-                    if end == seq.num_tokens
-                ]
-            ),
+            block_copies=np.array(copies, np.int64) if copies else None,
+            **_sampling_arrays(rows, [last_index[(seq.forked_from or seq).seq_id] for seq in rows]),
         )
 
     def prepare_decode(self, seqs: SequenceOf[Sequence]) -> StepInput:
@@ -200,17 +180,25 @@ class ModelRunner:
             cu_seqlens_q=None,
             cu_seqlens_k=None,
             context_lens=(positions + 1).astype(np.int32),
-            **self._sampling_arrays([(seq, i) for i, seq in enumerate(seqs)]),
+            **_sampling_arrays(seqs, range(len(seqs))),
         )
 
-    @torch.inference_mode()
     def run_model(self, step: StepInput) -> torch.Tensor:
-        """Run the forward and the sampler on one step; returns token ids [num_rows] int64 on the device."""
+        """Run the forward of one step; returns hidden states [num_tokens, hidden]."""
         input_ids = self._to_device(step.input_ids)
         if (step.input_ids < 0).any():
             from_last = self._last_tokens[(-1 - input_ids).clamp(min=0)]
             input_ids = torch.where(input_ids < 0, from_last, input_ids)
-        context = Context(
+        return self.model(input_ids, self._to_device(step.positions))
+
+    def exit(self) -> None:
+        """Let go of weights and cache."""
+        for name in ("model", "kv_cache", "_last_tokens"):
+            if hasattr(self, name):
+                delattr(self, name)
+
+    def _context(self, step: StepInput) -> Context:
+        return Context(
             slot_mapping=self._to_device(step.slot_mapping),
             cu_seqlens_q=self._to_device_if(step.cu_seqlens_q),
             cu_seqlens_k=self._to_device_if(step.cu_seqlens_k),
@@ -220,43 +208,65 @@ class ModelRunner:
             block_tables=self._to_device_if(step.block_tables),
             logits_indices=self._to_device(step.logits_indices),
         )
-        with step_context(context):
-            hidden_states = self.model(input_ids, self._to_device(step.positions))
-            if not len(step.logits_indices):  # the first chunks of a long prompt
-                return torch.empty(0, dtype=torch.int64, device=self.device)
-            logits = self.model.compute_logits(hidden_states)
-        return self.sampler(logits, self._sampling_inputs(step))
 
-    def exit(self) -> None:
-        """Let go of weights and cache."""
-        for name in ("model", "kv_cache", "_last_tokens"):
-            if hasattr(self, name):
-                delattr(self, name)
-
-    def _sampling_arrays(self, rows: list[tuple[Sequence, int]]) -> dict[str, np.ndarray]:
-        keys = np.array([seq.request_key for seq, _ in rows], np.uint64)
-        return {
-            "logits_indices": np.array([index for _, index in rows], np.int64),
-            "temperatures": np.array([seq.sampling_params.temperature for seq, _ in rows], np.float32),
-            "keys": np.stack((keys & np.uint64(0xFFFFFFFF), keys >> np.uint64(32)), axis=-1).astype(np.int64),
-            "output_positions": np.array([seq.num_completion_tokens for seq, _ in rows], np.int64),
-            "sample_indices": np.zeros(len(rows), np.int64),
-        }
-
-    def _sampling_inputs(self, step: StepInput) -> SamplingInputs:
-        return SamplingInputs(
+    def _sample(
+        self, step: StepInput, extras: LogitsExtras | None, hidden_states: torch.Tensor
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+        """Return the tokens sampled in a step, and log-probabilities if a row asks for them."""
+        if not len(step.logits_indices):  # the first chunks of a long prompt
+            return torch.empty(0, dtype=torch.int64, device=self.device), None
+        logits = self.model.compute_logits(hidden_states)
+        inputs = SamplingInputs(
             temperatures=self._to_device(step.temperatures),
             keys=self._to_device(step.keys),
             positions=self._to_device(step.output_positions),
             sample_indices=self._to_device(step.sample_indices),
             all_greedy=bool((step.temperatures <= GREEDY_TEMPERATURE).all()),
         )
+        if extras is None:
+            return self.sampler(logits, inputs), None
+        tokens = self.sampler(process_logits(logits, extras, self._last_tokens), inputs)
+        rows = extras.logprob_rows
+        return tokens, top_logprobs(logits[rows], tokens[rows], extras.num_logprobs) if len(rows) else None
+
+    def _prompt_logprobs(
+        self, seqs: SequenceOf[Sequence], step: StepInput, hidden_states: torch.Tensor, context: Context
+    ) -> dict[int, list[tuple[torch.Tensor, torch.Tensor]]] | None:
+        """Return log-probabilities of the prompt tokens that this step's chunks predict, for those that ask."""
+        assert step.cu_seqlens_q is not None
+        found: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        first_index = 0
+        for i, seq in enumerate(seqs):
+            if seq.num_scheduled_tokens and seq.wants_prompt_logprobs:
+                start = seq.num_cached_tokens
+                targets = seq.token_ids[start + 1 : min(start + 1 + seq.num_scheduled_tokens, seq.num_prompt_tokens)]
+                for at in range(0, len(targets), _LOGITS_SLICE):
+                    chosen = torch.tensor(targets[at : at + _LOGITS_SLICE], device=self.device)
+                    rows = torch.arange(first_index + at, first_index + at + len(chosen), device=self.device)
+                    with step_context(dataclasses.replace(context, logits_indices=rows)):
+                        logits = self.model.compute_logits(hidden_states)
+                    num = seq.sampling_params.prompt_logprobs or 0
+                    found.setdefault(i, []).append(top_logprobs(logits, chosen, num))
+            first_index += seq.num_scheduled_tokens
+        return found or None
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
 
     def _to_device_if(self, array: np.ndarray | None) -> torch.Tensor | None:
         return None if array is None else self._to_device(array)
+
+
+def _sampling_arrays(seqs: SequenceOf[Sequence], logits_indices: Iterable[int]) -> dict[str, Any]:
+    """Return the fields of `StepInput` that have one entry for each sampled row."""
+    keys = np.array([seq.request_key for seq in seqs], np.uint64)
+    return {
+        "logits_indices": np.array(list(logits_indices), np.int64),
+        "temperatures": np.array([seq.sampling_params.temperature for seq in seqs], np.float32),
+        "keys": np.stack((keys & np.uint64(0xFFFFFFFF), keys >> np.uint64(32)), axis=-1).astype(np.int64),
+        "output_positions": np.array([seq.num_completion_tokens for seq in seqs], np.int64),
+        "sample_indices": np.array([seq.sample_index for seq in seqs], np.int64),
+    }
 
 
 def _block_tables(seqs: SequenceOf[Sequence]) -> np.ndarray:

@@ -47,15 +47,17 @@ class Scheduler:
             raise ValueError(self._pool_error(seq.num_tokens))
         max_tokens = seq.sampling_params.max_tokens
         limit = self.max_model_len
-        seq.max_num_tokens = limit if max_tokens is None else min(limit, seq.num_prompt_tokens + max_tokens)
+        for sample in (seq, *seq.forks):
+            sample.max_num_tokens = limit if max_tokens is None else min(limit, seq.num_prompt_tokens + max_tokens)
         self.waiting.append(seq)
 
     def schedule(self) -> tuple[list[Sequence], bool]:
         """Decide the next step.
 
         Returns:
-            The step's sequences, each with `num_scheduled_tokens` to compute behind its `num_cached_tokens`, and
-            whether it is a prefill step. No sequences: nothing can run before a step under way is booked.
+            The step's sequences, each with `num_scheduled_tokens` to compute behind its `num_cached_tokens` (none for a
+            further sample of a prompt, which starts from the KV and logits of the first), and whether it is a prefill
+            step. No sequences: nothing can run before a step under way is booked.
         """
         seqs = self._schedule_prefill()
         if seqs:
@@ -70,8 +72,6 @@ class Scheduler:
         """
         some_released = False
         for seq in seqs:
-            if not seq.num_scheduled_tokens:
-                continue
             seq.num_cached_tokens += seq.num_scheduled_tokens
             seq.num_scheduled_tokens = 0
             if seq.num_cached_tokens == seq.num_tokens:
@@ -99,10 +99,7 @@ class Scheduler:
             if seq.block_table:
                 self.block_manager.hash_blocks(seq)
             if token_id is not None:
-                if not seq.sampling_params.ignore_eos and token_id in self.end_token_ids:
-                    self._finish(seq, "stop")
-                elif seq.reached_limit:
-                    self._finish(seq, "length")
+                self._finish_if_ended(seq, token_id)
         if any(seq.is_finished for seq in seqs):
             self.running = [seq for seq in self.running if not seq.is_finished]
 
@@ -118,10 +115,14 @@ class Scheduler:
 
     def abort(self, seq: Sequence) -> None:
         """Drop a sequence wherever it is; tokens of its own that are under way will be dropped too."""
-        if not seq.is_finished:
-            self._release(seq)
-            seq.status = SequenceStatus.FINISHED
-            self.running = [other for other in self.running if other is not seq]
+        if seq.is_finished:
+            return
+        self._release(seq)
+        seq.status = SequenceStatus.FINISHED
+        if seq in self.running:
+            self.running.remove(seq)
+        elif seq in self.waiting:
+            self.waiting.remove(seq)
 
     def take_finished(self) -> list[Sequence]:
         """Return the sequences that ended since the last call, in the order in which they ended."""
@@ -165,7 +166,23 @@ class Scheduler:
             seq.status = SequenceStatus.RUNNING
             self.waiting.popleft()
             self.running.append(seq)
+            seqs += self._start_forks(seq)
         return seqs
+
+    def _start_forks(self, seq: Sequence) -> list[Sequence]:
+        """Start the other samples of a prompt from its KV, as far as places and blocks go; the rest wait."""
+        forks = [fork for fork in seq.forks if not fork.is_finished]
+        seq.forks = []
+        started: list[Sequence] = []
+        for fork in forks:
+            if len(self.running) >= self.max_num_seqs or not self.block_manager.can_fork(seq):
+                self.waiting.extendleft(reversed(forks[len(started) :]))
+                break
+            self.block_manager.fork(seq, fork)
+            fork.status = SequenceStatus.RUNNING
+            self.running.append(fork)
+            started.append(fork)
+        return started
 
     def _schedule_decode(self) -> list[Sequence]:
         seqs: list[Sequence] = []
@@ -206,6 +223,20 @@ class Scheduler:
             f"{num_tokens} tokens need {needed} KV blocks of {self.block_manager.block_size} tokens, but the pool "
             f"has {owned}. Shorten the request or raise num_kvcache_blocks (or the memory that it is sized by)."
         )
+
+    def _finish_if_ended(self, seq: Sequence, token_id: int) -> None:
+        params = seq.sampling_params
+        if token_id in self.end_token_ids and not params.ignore_eos:
+            self._finish(seq, "stop")
+            return
+        if params.stop_token_ids and token_id in params.stop_token_ids:
+            seq.stop_reason = token_id
+        elif seq.stop_finder is not None:
+            seq.stop_reason = seq.stop_finder.find(seq.token_ids, seq.num_prompt_tokens)
+        if seq.stop_reason is not None:
+            self._finish(seq, "stop")
+        elif seq.reached_limit:
+            self._finish(seq, "length")
 
     def _release(self, seq: Sequence) -> None:
         if seq.block_table:

@@ -6,7 +6,9 @@ needed, phase, what to compute next) is derived from these by whoever asks; bloc
 
 from collections.abc import Sequence as SequenceOf
 from enum import Enum, auto
+from typing import Any
 
+from nanovllm.outputs import Logprobs
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -27,8 +29,9 @@ class Sequence:
     Args:
         token_ids: The prompt's token ids, at least one.
         sampling_params: How tokens are chosen and when the request ends.
-        seq_id: Request number, unique in its engine.
+        seq_id: Number, unique in its engine.
         request_key: 64 random-looking bits that name this request's noise (see `layers/sampler.py`).
+        sample_index: Which of its prompt's samples this is.
     """
 
     __slots__ = (
@@ -36,16 +39,24 @@ class Sequence:
         "block_table",
         "error",
         "finish_reason",
+        "forked_from",
+        "forks",
+        "logprobs",
         "max_num_tokens",
         "num_cached_tokens",
         "num_pending_tokens",
         "num_prefix_hit_tokens",
         "num_prompt_tokens",
         "num_scheduled_tokens",
+        "prompt_logprobs",
+        "request_id",
         "request_key",
+        "sample_index",
         "sampling_params",
         "seq_id",
         "status",
+        "stop_finder",
+        "stop_reason",
         "token_ids",
     )
 
@@ -55,6 +66,7 @@ class Sequence:
         sampling_params: SamplingParams | None = None,
         seq_id: int = 0,
         request_key: int = 0,
+        sample_index: int = 0,
     ) -> None:
         assert token_ids, "a sequence needs at least one token"
         self.seq_id = seq_id
@@ -69,8 +81,16 @@ class Sequence:
         self.block_table: list[int] = []
         self.block_hashes: list[int] = []  # chained hashes of its full blocks, kept so that none is computed twice
         self.sampling_params = sampling_params or SamplingParams()
+        self.request_id = seq_id
         self.request_key = request_key
+        self.sample_index = sample_index
+        self.forks: list[Sequence] = []  # other samples of its prompt, which wait for its prefill
+        self.forked_from: Sequence | None = None  # the sequence whose prefill it shares
+        self.stop_finder: Any = None  # looks for stop strings, if it has any
+        self.logprobs: list[Logprobs] = []
+        self.prompt_logprobs: list[Logprobs | None] = []
         self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
         self.error: str | None = None
 
     def __len__(self) -> int:
@@ -88,6 +108,11 @@ class Sequence:
     def num_completion_tokens(self) -> int:
         """Tokens sampled so far, the pending ones included."""
         return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether its prompt's log-probabilities are still to be computed (a preempted sequence has them)."""
+        return self.sampling_params.prompt_logprobs is not None and not self.num_completion_tokens
 
     @property
     def completion_token_ids(self) -> list[int]:

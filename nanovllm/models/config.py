@@ -4,7 +4,7 @@ Old and new spellings (transformers 4 and 5) are settled here; what we cannot ru
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ SUPPORTED_ARCHITECTURES = {"Qwen3ForCausalLM": "nanovllm.models.qwen3:Qwen3ForCa
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape and constants of a model; sizes in elements, positions in tokens."""
+    """Shape and constants of a model; sizes in elements, positions in tokens; `generation` as in its file."""
 
     architecture: str
     vocab_size: int
@@ -30,6 +30,7 @@ class ModelConfig:
     attention_bias: bool = False
     dtype: str = "bfloat16"
     eos_token_ids: tuple[int, ...] = ()
+    generation: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_folder(cls, folder: Path) -> "ModelConfig":
@@ -96,6 +97,7 @@ class ModelConfig:
             attention_bias=raw.get("attention_bias", False),
             dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16").removeprefix("torch."),
             eos_token_ids=_ids(raw.get("eos_token_id")) + _ids((generation or {}).get("eos_token_id")),
+            generation=generation or {},
         )
 
 

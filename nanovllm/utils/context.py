@@ -65,9 +65,10 @@ def reset_context() -> None:
 
 @contextmanager
 def step_context(context: Context) -> Iterator[None]:
-    """Set ``context`` around a forward and reset it afterwards, whatever happens."""
+    """Set ``context`` around a forward and bring back what was there before, whatever happens."""
+    outer = get_context()
     set_context(context)
     try:
         yield
     finally:
-        reset_context()
+        set_context(outer)

@@ -79,6 +79,8 @@ def load_model(model: nn.Module, folder: Path) -> None:
                 loader(param, sources[name].get_slice(name), *(() if shard_id is None else (shard_id,)))
             except ValueError as error:
                 raise ValueError(f"Tensor {name!r} in {str(folder)!r} {error}.") from error
+    for param in model.parameters():
+        vars(param).pop("weight_loader", None)  # a reference to its own layer, which would outlive `del`
 
 
 def fill_with_random_weights(model: nn.Module, seed: int, std: float = 0.02) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.models.config import ModelConfig
+from nanovllm.sampling_params import SamplingParams
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 
@@ -26,6 +27,81 @@ def load_tokenizer(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises bare Exceptions
         raise ValueError(f"The tokenizer in {str(folder)!r} cannot be loaded: {error}") from error
+
+
+def decode(tokenizer: Any, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+    """Return the text of a completion, without a character that its end cuts through; "" without a tokenizer."""
+    if tokenizer is None:
+        return ""
+    return tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens).rstrip("\ufffd")
+
+
+class StopStringFinder:
+    """Decodes one completion as it grows and looks for stop strings, at a cost that does not grow with it.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        params: Names the stop strings, and how they and special tokens show in the text.
+    """
+
+    def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
+        self.tokenizer = tokenizer
+        self.params = params
+        self.text = ""  # up to the last token that completes a character
+        self.end: int | None = None  # where the text ends, once a stop string is found
+        self._prefix = self._read = 0  # tokens decoded for context; tokens whose text is in `text`
+
+    def find(self, token_ids: list[int], start: int) -> str | None:
+        """Take in a completion that has grown by one token; return the stop string that this completed, if any.
+
+        Args:
+            token_ids: Prompt and completion.
+            start: Where the completion starts in it.
+        """
+        old_len = len(self.text)
+        self._read_text(token_ids, start)
+        if len(token_ids) - start < self.params.min_tokens:
+            return None
+        found = []
+        for order, stop in enumerate(self.params.stop or ()):
+            at = self.text.find(stop, max(0, old_len - len(stop) + 1))
+            if at >= 0:
+                found.append((at, order, stop))
+        if not found:
+            return None
+        at, _, stop = min(found)
+        self.end = at + len(stop) if self.params.include_stop_str_in_output else at
+        return stop
+
+    def _read_text(self, token_ids: list[int], start: int) -> None:
+        prefix, end = start + self._prefix, len(token_ids) - start
+        before = self._decode(token_ids[prefix : start + self._read])
+        text = self._decode(token_ids[prefix:])
+        if text.endswith("\ufffd"):
+            # Perhaps the middle of a character. None has more than four bytes, so older tokens cannot be part of it.
+            if end - self._read < 4:
+                return
+            end = self._read + 1
+            text = self._decode(token_ids[prefix : start + end])
+        self.text += text[len(before) :]
+        self._prefix, self._read = self._read, end
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self.tokenizer.decode(token_ids, skip_special_tokens=self.params.skip_special_tokens)
+
+
+def split_reasoning(text: str, starts_open: bool) -> tuple[str | None, str]:
+    """Return a thinking model's text before ``</think>`` (None if it did not think) and its answer.
+
+    Args:
+        text: The completion.
+        starts_open: Whether the prompt ends with an open ``<think>``.
+    """
+    stripped = text.lstrip()
+    if not starts_open and not stripped.startswith("<think>"):
+        return None, text
+    reasoning, _, answer = stripped.removeprefix("<think>").partition("</think>")
+    return reasoning.strip("\n"), answer.lstrip("\n")
 
 
 def end_token_ids(tokenizer: Any, model_config: ModelConfig) -> frozenset[int]:

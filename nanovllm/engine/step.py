@@ -1,0 +1,97 @@
+"""One step's way to the device and back: flat arrays in, a promise of tokens out."""
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from nanovllm.engine.sequence import Sequence
+from nanovllm.outputs import Logprobs
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """One step as flat arrays; the fields of `Context` have their meaning there.
+
+    Attributes:
+        input_ids: [num_tokens] int64; -1 - i stands for the token that the last step sampled in its row i, which
+            need not be known here.
+        positions: [num_tokens] int64.
+        logits_indices: [num_rows] int64, the tokens after which one is sampled.
+        temperatures: [num_rows] float32.
+        keys: [num_rows, 2] int64, low and high half of each request's key.
+        output_positions: [num_rows] int64, tokens of each completion before this one.
+        sample_indices: [num_rows] int64.
+        block_copies: [num_copies, 2] int64, source and target of KV blocks to copy after the forward.
+    """
+
+    input_ids: np.ndarray
+    positions: np.ndarray
+    slot_mapping: np.ndarray
+    block_tables: np.ndarray | None
+    cu_seqlens_q: np.ndarray | None
+    cu_seqlens_k: np.ndarray | None
+    context_lens: np.ndarray | None
+    logits_indices: np.ndarray
+    temperatures: np.ndarray
+    keys: np.ndarray
+    output_positions: np.ndarray
+    sample_indices: np.ndarray
+    block_copies: np.ndarray | None = None
+
+
+class StepOutput(NamedTuple):
+    """What a step yields, one entry for each of its sequences.
+
+    Attributes:
+        token_ids: The sampled token, None where none was sampled.
+        logprobs: The token's log-probabilities, where asked for; None if nobody asked.
+        prompt_logprobs: Those of the prompt tokens that the step's chunk predicts, likewise.
+    """
+
+    token_ids: list[int | None]
+    logprobs: list[Logprobs | None] | None = None
+    prompt_logprobs: list[list[Logprobs]] | None = None
+
+
+@dataclass
+class PendingStep:
+    """A launched step whose results are on the device: a promise that `wait` redeems.
+
+    Attributes:
+        seqs: The step's sequences.
+        rows: For each of them its row in `tokens`, or None if nothing was sampled for it.
+        tokens: [num_rows] int64.
+        logprobs: Ids and values [L, 1 + n] of the rows that asked, as from `top_logprobs`, in order of rows.
+        prompt_logprobs: The same for prompt tokens, a list of slices by index of the sequence.
+    """
+
+    seqs: SequenceOf[Sequence]
+    rows: list[int | None]
+    tokens: torch.Tensor
+    logprobs: tuple[torch.Tensor, torch.Tensor] | None = None
+    prompt_logprobs: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] | None = None
+
+    def wait(self) -> StepOutput:
+        """Return the results, after the device has computed them."""
+        tokens = self.tokens.tolist()
+        logprobs: list[Logprobs | None] | None = None
+        if self.logprobs is not None:
+            entries = zip(*(t.tolist() for t in self.logprobs), strict=True)
+            wanted = [(r is not None, s.sampling_params.logprobs) for r, s in zip(self.rows, self.seqs, strict=True)]
+            logprobs = [_entry(next(entries), n) if has and n is not None else None for has, n in wanted]
+        prompt_logprobs: list[list[Logprobs]] | None = None
+        if self.prompt_logprobs is not None:
+            prompt_logprobs = [[] for _ in self.seqs]
+            for i, slices in self.prompt_logprobs.items():
+                num = self.seqs[i].sampling_params.prompt_logprobs or 0
+                for ids, values in slices:
+                    prompt_logprobs[i] += [_entry(e, num) for e in zip(ids.tolist(), values.tolist(), strict=True)]
+        return StepOutput([None if row is None else tokens[row] for row in self.rows], logprobs, prompt_logprobs)
+
+
+def _entry(ids_and_values: tuple[list[int], list[float]], num: int) -> Logprobs:
+    ids, values = ids_and_values
+    return dict(zip(ids[: 1 + num], values[: 1 + num], strict=True))
