@@ -1,0 +1,193 @@
+"""Interrupts, errors and other threads: a call gives its own outputs, all of them right, and leaves nothing behind."""
+
+import sys
+import threading
+
+import pytest
+from fakes import LOOKAHEADS, Watch, make_llm, naive_completion
+
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.sampling_params import SamplingParams
+
+BOTH_LOOPS = pytest.mark.parametrize("lookahead", LOOKAHEADS)
+PARAMS = SamplingParams(temperature=0.0, max_tokens=4)
+
+
+def naive(prompt):
+    return naive_completion(prompt, PARAMS)
+
+
+def assert_serves_again(llm, prompts):
+    """Assert that a call gives its own outputs only, and that the engine is idle and empty after it."""
+    outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
+    assert [output.index for output in outputs] == list(range(len(prompts)))
+    assert [output.prompt_token_ids for output in outputs] == prompts
+    assert [(output.token_ids, output.finish_reason) for output in outputs] == [naive(prompt) for prompt in prompts]
+    assert llm.step() == ([], 0)
+    assert llm.is_finished()
+    assert not llm.engine.scheduler.block_manager.used_block_ids
+    assert not llm.engine._sequences
+
+
+@BOTH_LOOPS
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("the device is lost")])
+@pytest.mark.parametrize("place", ["on_run", "on_wait"])
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
+def test_after_an_error_in_a_step_the_next_call_gives_its_own_outputs_only(number, place, error, lookahead):
+    """A call of three prompts was interrupted; the next one, of one prompt, returned four outputs."""
+    llm = make_llm(8, 4, lookahead=lookahead, max_num_seqs=2)
+
+    def fail(count):
+        if count == number:
+            raise error
+
+    setattr(llm.engine.model_runner, place, fail)
+    prompts = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [7]]
+    with pytest.raises(type(error)):
+        llm.generate(prompts, PARAMS, use_tqdm=False)
+    assert llm.is_finished()
+    assert llm.step() == ([], 0)
+    setattr(llm.engine.model_runner, place, None)
+    assert_serves_again(llm, [[9, 8]])
+    assert_serves_again(llm, prompts)
+
+
+def interrupt_at(line, *, lookahead, only_below=None):
+    """Interrupt a generate at the n-th line that it executes in the library.
+
+    ``only_below`` is a code object: only what it calls, itself included, counts. Returns the LLM and the interrupt, or
+    None if there is no such line. The interrupt is kept alive, as an interactive session would.
+    """
+    llm = make_llm(6, 4, lookahead=lookahead, max_num_seqs=8)
+    num_lines = 0
+
+    def counts(frame):
+        while frame is not None and only_below is not None and frame.f_code is not only_below:
+            frame = frame.f_back
+        return frame is not None
+
+    def on_line(frame, event, _):
+        nonlocal num_lines
+        if event == "line":
+            num_lines += 1
+            if num_lines == line:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return on_line
+
+    def on_call(frame, *_):
+        return on_line if frame.f_globals.get("__name__", "").startswith("nanovllm.") and counts(frame) else None
+
+    previous = sys.gettrace()
+    sys.settrace(on_call)
+    try:
+        llm.generate([[1, 2], [3, 4, 5], [6]], PARAMS, use_tqdm=False)
+    except KeyboardInterrupt as interrupt:
+        return llm, interrupt
+    finally:
+        sys.settrace(previous)
+    return None
+
+
+@BOTH_LOOPS
+def test_an_interrupt_at_any_line_of_a_step_leaves_the_llm_usable(lookahead):
+    line = 0
+    while interrupted := interrupt_at(line := line + 1, lookahead=lookahead, only_below=LLMEngine.step.__code__):
+        assert_serves_again(interrupted[0], [[7, 8], [1, 2]])
+    assert line > 500
+
+
+# Other threads.
+
+
+def in_thread(work):
+    """Run ``work`` in another thread to its end; return what it raised, or None."""
+    raised = []
+
+    def run():
+        try:
+            work()
+        except Exception as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    return raised[0] if raised else None
+
+
+@BOTH_LOOPS
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_request_added_by_another_thread_runs_beside_a_generate_that_does_not_return_it(number, lookahead):
+    llm = make_llm(40, 4, lookahead=lookahead, max_num_seqs=3)
+    Watch(llm.engine)
+    added = []
+
+    def on_run(count):
+        if count == number:
+            assert in_thread(lambda: added.append(llm.add_request([5, 6], PARAMS))) is None
+
+    llm.engine.model_runner.on_run = on_run
+    prompts = [[1, 2, 3], [4], [7, 8, 9, 10]]
+    outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
+    assert [output.prompt_token_ids for output in outputs] == prompts
+    assert [output.token_ids for output in outputs] == [naive(prompt)[0] for prompt in prompts]
+    others = []
+    while not llm.is_finished():
+        others += llm.step()[0]
+    assert [(output.request_id, output.token_ids) for output in others] == [(added[0], naive([5, 6])[0])]
+
+
+def test_requests_added_all_along_by_another_thread_end_once_each():
+    llm = make_llm(60, 4, max_num_seqs=5)
+    mine = [[i % 11, i // 11] for i in range(110)]
+    theirs = [[i % 11, i // 11, 3] for i in range(100)]
+    ids = {}
+    started = threading.Event()
+
+    def add():
+        started.wait(20)
+        for prompt in theirs:
+            ids[llm.add_request(prompt, PARAMS)] = prompt
+
+    thread = threading.Thread(target=add)
+    thread.start()
+    llm.engine.model_runner.on_run = lambda count: started.set()
+    outputs = llm.generate(mine, PARAMS, use_tqdm=False)
+    thread.join(20)
+    assert [output.prompt_token_ids for output in outputs] == mine
+    assert [output.token_ids for output in outputs] == [naive(prompt)[0] for prompt in mine]
+    others = []
+    while not llm.is_finished():
+        others += llm.step()[0]
+    assert sorted(output.request_id for output in others) == sorted(ids)
+    for output in others:
+        assert output.token_ids == naive(ids[output.request_id])[0]
+
+
+def test_a_request_added_before_a_generate_is_handed_out_by_the_next_step():
+    llm = make_llm(40, 4)
+    id_ = llm.add_request([5, 6], PARAMS)
+    (output,) = llm.generate([[1]], SamplingParams(max_tokens=9), use_tqdm=False)
+    assert output.prompt_token_ids == [1]
+    assert not llm.is_finished()
+    outputs, _ = llm.step()
+    assert [(output.request_id, output.token_ids) for output in outputs] == [(id_, naive([5, 6])[0])]
+    assert llm.is_finished()
+
+
+def test_a_second_generate_while_one_is_under_way_is_refused_and_harms_nothing():
+    llm = make_llm(40, 4)
+    raised = []
+
+    def on_run(count):
+        if count == 2:
+            raised.append(in_thread(lambda: llm.generate([[2]], PARAMS, use_tqdm=False)))
+
+    llm.engine.model_runner.on_run = on_run
+    (output,) = llm.generate([[1]], PARAMS, use_tqdm=False)
+    assert output.token_ids == naive([1])[0]
+    assert isinstance(raised[0], RuntimeError)
+    assert "Another generate is under way" in str(raised[0])
+    assert_serves_again(llm, [[1], [2]])
