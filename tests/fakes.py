@@ -21,7 +21,7 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
 VOCAB_SIZE = 11
-LOOKAHEADS = (0,)  # the loops under test
+LOOKAHEADS = (0, 1)  # the synchronous loop and the overlapped one
 Values = list[int]
 
 

@@ -94,6 +94,20 @@ def last_block_matched_too(patch):
     patch.setattr(BlockManager, "can_allocate", faulty)
 
 
+def ended_sequence_that_is_booked_again(patch):
+    postprocess = Scheduler.postprocess
+
+    def faulty(self, seqs, token_ids, is_prefill):
+        ended = [seq for seq in seqs if seq.is_finished]
+        for seq in ended:
+            seq.status = SequenceStatus.RUNNING
+        postprocess(self, seqs, token_ids, is_prefill)
+        for seq in ended:
+            seq.status = SequenceStatus.FINISHED
+
+    patch.setattr(Scheduler, "postprocess", faulty)
+
+
 def stale_content_of_a_reused_block(patch):
     take = BlockManager._take_free_block
 
@@ -120,6 +134,12 @@ def hit_that_stays_in_the_free_queue(patch):
                 self.free_block_ids[block_id] = None
 
     patch.setattr(BlockManager, "allocate", faulty)
+
+
+def token_of_the_host_in_place_of_the_pending_one(patch):
+    patch.setattr(
+        FakeRunner, "_token", lambda self, seq, position, is_prefill: seq.token_ids[min(position, len(seq) - 2)]
+    )
 
 
 def sequences_alive_without_limit(patch):
@@ -155,6 +175,10 @@ FAULTS = [
     hit_that_stays_in_the_free_queue,
     sequences_alive_without_limit,
 ]
+OVERLAPPED_FAULTS = [
+    ended_sequence_that_is_booked_again,
+    token_of_the_host_in_place_of_the_pending_one,
+]
 BOOKS_FAULTS = [aborted_sequence_that_keeps_its_blocks]  # memory leaks, but every token stays right
 
 
@@ -172,3 +196,10 @@ def test_a_planted_fault_fails_the_random_check(plant, monkeypatch):
 def test_a_planted_fault_shows_without_a_look_at_the_books(plant, monkeypatch):
     plant(monkeypatch)
     assert first_failure(check_books=False) is not None
+
+
+@pytest.mark.parametrize("check_books", [True, False])
+@pytest.mark.parametrize("plant", OVERLAPPED_FAULTS)
+def test_a_fault_planted_in_the_overlapped_loop_fails_the_random_check(plant, check_books, monkeypatch):
+    plant(monkeypatch)
+    assert first_failure(check_books=check_books) is not None
