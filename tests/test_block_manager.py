@@ -259,6 +259,20 @@ def test_a_hash_collision_does_not_serve_the_other_prefix(monkeypatch):
     assert manager.can_allocate(Sequence([1, 2, 5])) == 1
 
 
+def test_a_block_behind_a_prefix_whose_hash_collides_is_not_served(monkeypatch):
+    """The tokens of each block were compared, not those before it: behind a collided block any chain matched."""
+    compute_hash = BlockManager.compute_hash
+    monkeypatch.setattr(
+        BlockManager,
+        "compute_hash",
+        staticmethod(lambda ids, prefix=None: 7 if prefix is None else compute_hash(ids, 7)),
+    )
+    manager = BlockManager(num_blocks=8, block_size=2)
+    compute(manager, admit(manager, [1, 1, 5, 5]))
+    compute(manager, admit(manager, [2, 2]))  # takes over the entry of [1, 1]
+    assert manager.can_allocate(Sequence([2, 2, 5, 5, 9])) == 1  # [5, 5] was computed behind [1, 1]
+
+
 # Growth by decode.
 
 
