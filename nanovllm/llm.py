@@ -1,9 +1,11 @@
 """LLM: text in, text out. Batches, order of results, chat and progress; has an engine, knows nothing of tensors."""
 
 import dataclasses
+import inspect
 import itertools
 import time
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Generator, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
@@ -36,7 +38,7 @@ class LLM:
     def __init__(self, model: str, **knobs: Any) -> None:
         self.engine = LLMEngine(model, **knobs)
         self._others: list[RequestOutput] = []  # outputs of requests that a running generate does not own
-        self._is_generating = False
+        self._last_run: weakref.ref[Generator] | None = None
 
     def __enter__(self) -> "LLM":
         return self
@@ -166,8 +168,8 @@ class LLM:
 
     def step(self) -> tuple[list[RequestOutput], int]:
         """See `LLMEngine.step`."""
-        others, self._others = self._others, []
         outputs, num_tokens = self.engine.step()
+        others, self._others = self._others, []
         return others + outputs, num_tokens
 
     def is_finished(self) -> bool:
@@ -198,13 +200,22 @@ class LLM:
         return self._run(zip(itertools.count(), prompts, params), _Progress(self.engine, total, use_tqdm), on_error)
 
     def _check_idle(self) -> None:
-        if self._is_generating:
+        # Read off the generator itself: a flag could be left standing by an interrupt that comes before its reset.
+        last = self._last_run() if self._last_run is not None else None
+        if last is not None and inspect.getgeneratorstate(last) in (inspect.GEN_RUNNING, inspect.GEN_SUSPENDED):
             raise RuntimeError("Another generate or stream is under way on this LLM; end it first.")
 
     def _run(self, rows: Iterator[Row], progress: "_Progress", on_error: str) -> Iterator[RequestOutput]:
-        """Yield the output of each row as soon as it ends; what is left when the caller stops is dropped."""
+        """Start `_run_rows`, of which there may be one at a time, when its first output is asked for."""
         self._check_idle()
-        self._is_generating = True
+        run = self._run_rows(rows, progress, on_error)
+        self._last_run = weakref.ref(run)
+        yield from run
+
+    def _run_rows(
+        self, rows: Iterator[Row], progress: "_Progress", on_error: str
+    ) -> Generator[RequestOutput, None, None]:
+        """Yield the output of each row as soon as it ends; what is left when the caller stops is dropped."""
         index_of: dict[int, int] = {}  # request id -> row
         try:
             has_more = True
@@ -215,7 +226,7 @@ class LLM:
                     piece = list(itertools.islice(rows, _PIECE))
                     has_more = len(piece) == _PIECE
                     outputs = self._add(piece, index_of)
-                elif index_of:
+                elif has_more or index_of:  # without rows of its own it makes room for them
                     ended, _ = self.engine.step()
                     for output in ended:
                         if output.request_id in index_of:
@@ -231,7 +242,6 @@ class LLM:
         finally:
             for request_id in index_of:
                 self.engine.abort(request_id)
-            self._is_generating = False
             progress.close()
 
     def _add(self, rows: list[Row], index_of: dict[int, int]) -> list[RequestOutput]:
@@ -244,7 +254,9 @@ class LLM:
             try:
                 if isinstance(token_ids, Exception):
                     raise ValueError(f"The prompt cannot be tokenized: {token_ids}")
-                index_of[self.engine.add_request(token_ids, params)] = index
+                seqs = self.engine.new_request(token_ids, params)
+                index_of[seqs[0].request_id] = index  # before it is queued, so that an interrupt leaves no stray behind
+                self.engine.queue(seqs)
             except (TypeError, ValueError) as error:
                 known = list(token_ids) if isinstance(token_ids, list | tuple) else []
                 refused.append(RequestOutput.refused(index, known, str(error)))

@@ -5,6 +5,7 @@ slot through the block table. So a wrong-prefix hit, a block offered before it i
 stale block changes the tokens that follow, or meets a slot that nobody has written.
 """
 
+import dataclasses
 import random
 import unittest.mock
 from collections.abc import Callable, Iterable
@@ -15,6 +16,7 @@ from typing import Any
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.step import StepOutput
 from nanovllm.llm import LLM
 from nanovllm.models.config import ModelConfig
 from nanovllm.outputs import RequestOutput
@@ -34,9 +36,9 @@ def value_of(before: Values, token_id: int) -> int:
     return hash((*before, token_id))  # of ints: the same in every process
 
 
-def token_after(value: int, vocab_size: int = VOCAB_SIZE) -> int:
-    """Return the fake model's next token after a token with this fake KV."""
-    return (value ^ (value >> 29)) % vocab_size
+def token_after(value: int, vocab_size: int = VOCAB_SIZE, sample_index: int = 0) -> int:
+    """Return what the fake model's sample draws after a token with this fake KV."""
+    return (value ^ (value >> (29 - sample_index))) % vocab_size
 
 
 def naive_completion(
@@ -47,6 +49,7 @@ def naive_completion(
     end_token_ids: Iterable[int] = (),
     num_slots: int | None = None,
     vocab_size: int = VOCAB_SIZE,
+    sample_index: int = 0,
 ) -> tuple[list[int], str]:
     """Return the tokens of a prompt and why they end, by a plain loop without cache, blocks or neighbours.
 
@@ -59,7 +62,7 @@ def naive_completion(
     while True:
         for token_id in known[len(values) :]:
             values.append(value_of(values, token_id))
-        known.append(token_after(values[-1], vocab_size))
+        known.append(token_after(values[-1], vocab_size, sample_index))
         if known[-1] in end_token_ids and not params.ignore_eos:
             return known[len(prompt) :], "stop"
         if len(known) >= limit:
@@ -75,13 +78,13 @@ class FakePromise:
         self._runner = runner
         self._token_ids: list[int | None] | None = token_ids
 
-    def wait(self) -> list[int | None]:
+    def wait(self) -> StepOutput:
         self._runner.num_waits += 1
         if self._runner.on_wait is not None:
             self._runner.on_wait(self._runner.num_waits)
         token_ids, self._token_ids = self._token_ids, None
         assert token_ids is not None, "a step was read twice"
-        return token_ids
+        return StepOutput(token_ids)
 
 
 class FakeRunner:
@@ -114,7 +117,14 @@ class FakeRunner:
         written: dict[int, int] = {}
         read: set[int] = set()
         token_ids: list[int | None] = []
+        last_value: dict[int, int] = {}
+        forks = [seq for seq in seqs if not seq.num_scheduled_tokens]
         for seq in seqs:
+            if seq in forks:
+                assert is_prefill and seq.num_cached_tokens == seq.num_tokens == seq.num_prompt_tokens
+                assert seq.forked_from in seqs, "nothing to compute"
+                token_ids.append(token_after(last_value[seq.forked_from.seq_id], self.vocab_size, seq.sample_index))
+                continue
             start, end = seq.num_cached_tokens, seq.num_cached_tokens + seq.num_scheduled_tokens
             self.log[-1][1].append((seq.seq_id, start, end))
             assert start < end <= seq.num_tokens, "nothing to compute, or more than there is"
@@ -127,11 +137,19 @@ class FakeRunner:
                 if slots[position] in written:
                     raise FakeCacheError(f"slot {slots[position]} is written twice in one step")
                 written[slots[position]] = values[-1]
-            token_ids.append(token_after(values[-1], self.vocab_size) if self.samples(seq, end) else None)
+            last_value[seq.seq_id] = values[-1]
+            token = token_after(values[-1], self.vocab_size, seq.sample_index)
+            token_ids.append(token if self.samples(seq, end) else None)
         if read & written.keys():
             raise FakeCacheError(f"slots {read & written.keys()} are read and written in one step")
         for slot, value in written.items():
             self.kv[slot] = value
+        for fork in forks:  # a partly filled last block is copied once it is computed
+            own, others = self.slots(fork, fork.num_tokens), self.slots(fork.forked_from, fork.num_tokens)
+            num_full = fork.num_tokens // self.block_size * self.block_size
+            assert own[:num_full] == others[:num_full] and not set(own[num_full:]) & set(others)
+            for slot, other in zip(own[num_full:], others[num_full:], strict=True):
+                self.kv[slot] = self.kv[other]
         self._last_tokens = {seq.seq_id: token for seq, token in zip(seqs, token_ids, strict=True) if token is not None}
         return FakePromise(self, token_ids)
 
@@ -240,7 +258,7 @@ class Watch:
         def checked(*args: Any) -> Any:
             result = method(*args)
             if name == "add":
-                self.seqs.append(args[0])
+                self.seqs += [args[0], *args[0].forks]
             self.check()
             return result
 
@@ -282,7 +300,7 @@ class Workload:
     end_token_ids: tuple[int, ...]
     requests: tuple[Request, ...]
 
-    def naive(self, request: Request) -> tuple[list[int], str]:
+    def naive(self, request: Request, sample_index: int = 0) -> tuple[list[int], str]:
         """Return the completion that a plain loop gives."""
         return naive_completion(
             request.prompt,
@@ -290,6 +308,7 @@ class Workload:
             max_model_len=self.max_model_len,
             end_token_ids=self.end_token_ids,
             num_slots=self.num_blocks * self.block_size,
+            sample_index=sample_index,
         )
 
     def is_refused(self, request: Request) -> bool:
@@ -334,6 +353,8 @@ def draw_workload(draw_int: Callable[[int, int], int]) -> Workload:
             max_tokens=pick((None, 1, 2, 3, 5, 8, 13, 20)),
             ignore_eos=bool(draw_int(0, 1)),
         )
+        if not params.is_greedy:
+            params = dataclasses.replace(params, n=pick((1, 1, 1, 2, 3)))
         abort = arrival + draw_int(0, 12) if draw_int(0, 7) == 7 else None
         requests.append(Request(tuple(prompt), params, arrival, abort))
     return Workload(**{**vars(shape), "requests": tuple(requests)})
@@ -392,7 +413,7 @@ def run_workload(workload: Workload, lookahead: int, *, check_books: bool = True
     if watch is not None:
         watch.check()
         assert not engine.scheduler.block_manager.used_block_ids, "blocks in use although nothing runs"
-        assert not engine._sequences, "requests are remembered for ever"
+        assert not engine._requests, "requests are remembered for ever"
     assert engine.step() == ([], 0)
     return run
 
@@ -414,6 +435,8 @@ def check_workload(workload: Workload, *, check_books: bool = True) -> list[Run]
             assert output.prompt_token_ids == list(request.prompt)
             assert output.num_cached_tokens % workload.block_size == 0
             assert 0 <= output.num_cached_tokens < len(request.prompt)
+            samples = [(sample.token_ids, sample.finish_reason) for sample in output.outputs]
+            assert samples == [workload.naive(request, i) for i in range(request.params.n)]
             assert (output.error is None) == (output.finish_reason != "error")
             if output.error is not None:
                 needed = f"need {workload.num_blocks + 1} KV blocks of {workload.block_size} tokens"

@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.sequence import Sequence
@@ -320,7 +321,7 @@ def test_four_blocks_of_four_hold_sixteen_tokens():
 )
 def test_a_token_is_stored_at_its_slot(num_cached, num_tokens, block_table, slots):
     runner = ModelRunner.__new__(ModelRunner)
-    runner.block_size, runner._last_rows = 4, {}
+    runner.block_size, runner._last_rows, runner.backend = 4, {}, TorchBackend()
     seq = Sequence(range(num_tokens))
     seq.block_table, seq.num_cached_tokens = block_table, num_cached
     seq.num_scheduled_tokens = num_tokens - num_cached

@@ -25,7 +25,7 @@ def assert_serves_again(llm, prompts):
     assert llm.step() == ([], 0)
     assert llm.is_finished()
     assert not llm.engine.scheduler.block_manager.used_block_ids
-    assert not llm.engine._sequences
+    assert not llm.engine._requests
 
 
 @BOTH_LOOPS
@@ -233,5 +233,5 @@ def test_a_second_generate_while_one_is_under_way_is_refused_and_harms_nothing()
     (output,) = llm.generate([[1]], PARAMS, use_tqdm=False)
     assert output.token_ids == naive([1])[0]
     assert isinstance(raised[0], RuntimeError)
-    assert "Another generate is under way" in str(raised[0])
+    assert "Another generate or stream is under way" in str(raised[0])
     assert_serves_again(llm, [[1], [2]])

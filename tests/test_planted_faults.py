@@ -51,8 +51,12 @@ def block_offered_before_it_is_written(patch):
 
 
 def hash_without_prefix(patch):
+    def tokens_only(self, block, seq, i):
+        return block.token_ids == self._block_tokens(seq, i)
+
     compute_hash = BlockManager.compute_hash
     patch.setattr(BlockManager, "compute_hash", staticmethod(lambda token_ids, prefix=None: compute_hash(token_ids)))
+    patch.setattr(BlockManager, "_holds", tokens_only)
 
 
 def chunk_that_samples(patch):
@@ -156,8 +160,7 @@ def sequences_alive_without_limit(patch):
 
 def aborted_sequence_that_keeps_its_blocks(patch):
     def faulty(self, request_id):
-        seq = self._sequences.pop(request_id, None)
-        if seq is not None:
+        for seq in self._requests.pop(request_id, ()):
             self.scheduler.running = [other for other in self.scheduler.running if other is not seq]
             seq.status = SequenceStatus.FINISHED
 

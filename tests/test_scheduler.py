@@ -360,7 +360,7 @@ def test_an_aborted_request_leaves_nothing_behind(state, lookahead):
     assert outputs.keys() == {1}
     assert (outputs[1].token_ids, outputs[1].finish_reason) == naive_completion([3, 1, 4], greedy(6))
     assert not engine.scheduler.block_manager.used_block_ids
-    assert not engine._sequences
+    assert not engine._requests
     assert engine.step() == ([], 0)
 
 
@@ -466,7 +466,7 @@ def test_a_prompt_that_can_never_fit_is_refused_when_handed_in():
     with pytest.raises(ValueError, match=r"600 tokens need 3 KV blocks of 256 tokens, but the pool has 2\."):
         engine.add_request([1] * 600)
     assert engine.is_finished()
-    assert not engine._sequences
+    assert not engine._requests
     llm = make_llm(2, 256)
     refused, served = llm.generate([[1] * 600, [1, 2]], greedy(3), use_tqdm=False)
     assert (refused.finish_reason, refused.token_ids, refused.prompt_token_ids) == ("error", [], [1] * 600)

@@ -17,6 +17,11 @@ class TorchBackend:
 
     name = "torch"
     default_block_size = 16
+    always_paged = False
+    can_capture = False  # it looks at context lengths on the host
+
+    def check(self, block_size: int, dtype: torch.dtype) -> None:
+        """Take any block size and dtype."""
 
     def store_kvcache(
         self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor

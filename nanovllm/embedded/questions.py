@@ -12,52 +12,17 @@ import random
 LARGEST = 99
 INTRODUCTION = "I am a tiny model that adds two numbers from 0 to 99. Ask me: What is 23 + 45?"  # to anything else
 
-_ONES = [
-    "zero",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "eleven",
-    "twelve",
-    "thirteen",
-    "fourteen",
-    "fifteen",
-    "sixteen",
-    "seventeen",
-    "eighteen",
-    "nineteen",
-]
+# fmt: off
+_ONES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+         "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"]
 _TENS = ["", "", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 _PHRASINGS = [  # (question without its closing mark, closing mark)
-    ("What is {a} + {b}", "?"),
-    ("What is {a} plus {b}", "?"),
-    ("What is {a} and {b}", "?"),
-    ("What's {a} + {b}", "?"),
-    ("What's {a} plus {b}", "?"),
-    ("What does {a} plus {b} make", "?"),
-    ("How much is {a} + {b}", "?"),
-    ("How much is {a} plus {b}", "?"),
-    ("How much is {a} and {b}", "?"),
-    ("What is the sum of {a} and {b}", "?"),
-    ("Can you add {a} and {b}", "?"),
-    ("Add {a} and {b}", "."),
-    ("Add {a} to {b}", "."),
-    ("Calculate {a} + {b}", "."),
-    ("Compute {a} plus {b}", "."),
-    ("{a} + {b}", ""),
-    ("{a} plus {b}", ""),
-    ("{a}+{b}", ""),
-    ("{a} + {b} =", ""),
-    ("{a} + {b} = ?", ""),
-    ("{a} and {b}", ""),
-]
+    ("What is {a} + {b}", "?"), ("What is {a} plus {b}", "?"), ("What is {a} and {b}", "?"),
+    ("What's {a} + {b}", "?"), ("What's {a} plus {b}", "?"), ("What does {a} plus {b} make", "?"),
+    ("How much is {a} + {b}", "?"), ("How much is {a} plus {b}", "?"), ("How much is {a} and {b}", "?"),
+    ("What is the sum of {a} and {b}", "?"), ("Can you add {a} and {b}", "?"), ("Add {a} and {b}", "."),
+    ("Add {a} to {b}", "."), ("Calculate {a} + {b}", "."), ("Compute {a} plus {b}", "."), ("{a} + {b}", ""),
+    ("{a} plus {b}", ""), ("{a}+{b}", ""), ("{a} + {b} =", ""), ("{a} + {b} = ?", ""), ("{a} and {b}", "")]
 _OPENINGS = ["Hello! ", "Hi, ", "Please tell me: ", "Now ", "And ", "Quick question: ", "OK. "]
 _SMALL_TALK = """Hello|Hello!|Hello, world!|Hi|Hi there!|Hey|Good morning|Good evening!|How are you?
 Are you a robot?|Help|How are you doing today?|Who are you?|What are you?|What is your name?|What's your name?
@@ -69,25 +34,11 @@ Why is the sky blue?|What is the weather like today?|Explain how a computer work
 What is a language model?|How does a language model work?|What is the meaning of life?|Once upon a time
 Give me a number.|Translate this sentence into German.|Who wrote this book?|What time is it?|Can you count to ten?
 Sing a song for me.""".replace("\n", "|").split("|")
-_OTHER_TASKS = [
-    "What is {a} - {b}?",
-    "What is {a} minus {b}?",
-    "What is {a} times {b}?",
-    "{a} * {b}",
-    "{a} / {b}",
-    "{a} minus {b}",
-    "What is {a}?",
-    "{a}",
-    "What is {a} divided by {b}?",
-    "Subtract {a} from {b}.",
-]
-_SYSTEM_MESSAGES = [
-    "You are a helpful assistant.",
-    "You are a friendly assistant.",
-    "You add two numbers.",
-    "Answer in one short sentence.",
-    "You are a careful assistant. Think before you answer.",
-]
+_OTHER_TASKS = ["What is {a} - {b}?", "What is {a} minus {b}?", "What is {a} times {b}?", "{a} * {b}", "{a} / {b}",
+                "{a} minus {b}", "What is {a}?", "{a}", "What is {a} divided by {b}?", "Subtract {a} from {b}."]
+_SYSTEM_MESSAGES = ["You are a helpful assistant.", "You are a friendly assistant.", "You add two numbers.",
+                    "Answer in one short sentence.", "You are a careful assistant. Think before you answer."]
+# fmt: on
 
 
 def number_words(n: int) -> str:
@@ -141,14 +92,14 @@ def held_out_questions(seed: int = 0, plain: bool = False) -> list[tuple[str, st
 
 
 def training_example(rng: random.Random) -> list[dict[str, str]] | tuple[str, str]:
-    """A conversation (a list of messages) or, one time in three, a (plain prompt, completion) pair."""
+    """A conversation (a list of messages) or, one time in four, a (plain prompt, completion) pair."""
 
     def pair() -> tuple[int, int]:
         # Numbers of one digit would be too rare to learn if every number were as likely.
-        a, b = (rng.randint(0, 9 if rng.random() < 0.25 else LARGEST) for _ in range(2))
+        a, b = (rng.randint(0, 9 if rng.random() < 0.2 else LARGEST) for _ in range(2))
         return pair() if is_held_out(a, b) else (a, b)
 
-    if rng.random() < 0.35:
+    if rng.random() < 0.25:
         return completion(*pair(), rng) if rng.random() < 0.95 else (_other_message(rng), " " + INTRODUCTION)
     messages = []
     if rng.random() < 0.15:

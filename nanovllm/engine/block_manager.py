@@ -17,14 +17,19 @@ from nanovllm.engine.sequence import Sequence
 
 
 class Block:
-    """One block of the pool: how many sequences hold it and, once full and computed, what it holds."""
+    """One block of the pool: how many sequences hold it and, once full and computed, what it holds.
 
-    __slots__ = ("block_id", "hash", "ref_count", "token_ids")
+    `prefix_print` stands for all tokens up to the block's end: it tells equal tokens behind different prefixes apart
+    even where the hash does not.
+    """
+
+    __slots__ = ("block_id", "hash", "prefix_print", "ref_count", "token_ids")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_count = 0
         self.hash: int | None = None
+        self.prefix_print = b""
         self.token_ids: list[int] = []
 
     def __repr__(self) -> str:
@@ -86,8 +91,8 @@ class BlockManager:
         # A cached prefix is not computed, so it has no logits either.
         for i in range(0 if seq.wants_prompt_logprobs else needed - 1):
             block_id = self.hash_to_block_id.get(self._block_hash(seq, i))
-            # Tokens are compared too: a hash collision must not serve another prefix's KV.
-            if block_id is None or self.blocks[block_id].token_ids != self._block_tokens(seq, i):
+            # A hash collision must not serve another prefix's KV.
+            if block_id is None or not self._holds(self.blocks[block_id], seq, i):
                 break
             num_hits += 1
             num_free_needed += self.blocks[block_id].ref_count == 0
@@ -158,6 +163,7 @@ class BlockManager:
         for i in range(first, num_full):
             block = self.blocks[seq.block_table[i]]
             block.hash = self._block_hash(seq, i)
+            block.prefix_print = seq.block_prints[i]
             block.token_ids = self._block_tokens(seq, i)
             self.hash_to_block_id[block.hash] = block.block_id
 
@@ -189,9 +195,14 @@ class BlockManager:
     def _block_tokens(self, seq: Sequence, i: int) -> list[int]:
         return seq.token_ids[i * self.block_size : (i + 1) * self.block_size]
 
+    def _holds(self, block: Block, seq: Sequence, i: int) -> bool:
+        return block.prefix_print == seq.block_prints[i] and block.token_ids == self._block_tokens(seq, i)
+
     def _block_hash(self, seq: Sequence, i: int) -> int:
-        hashes = seq.block_hashes
+        hashes, prints = seq.block_hashes, seq.block_prints
         while len(hashes) <= i:
-            prefix = hashes[-1] if hashes else None
-            hashes.append(self.compute_hash(self._block_tokens(seq, len(hashes)), prefix))
+            token_ids = self._block_tokens(seq, len(hashes))
+            content = (prints[-1] if prints else b"") + np.asarray(token_ids, dtype="<i8").tobytes()
+            prints.append(xxhash.xxh3_128_digest(content))
+            hashes.append(self.compute_hash(token_ids, hashes[-1] if hashes else None))
         return hashes[i]

@@ -117,6 +117,12 @@ class LLMEngine:
                 that can never fit into KV memory.
             RuntimeError: The engine is closed.
         """
+        seqs = self.new_request(prompt, sampling_params)
+        self.queue(seqs)
+        return seqs[0].request_id
+
+    def new_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> list[Sequence]:
+        """Check and number a request without queueing it; returns its samples. Errors as in `add_request`."""
         self.check_open()
         params = self.default_sampling_params if sampling_params is None else sampling_params
         self.check_params(params)
@@ -124,6 +130,7 @@ class LLMEngine:
         if isinstance(token_ids, Exception):
             raise ValueError(f"The prompt cannot be tokenized: {token_ids}") from token_ids
         self._check_row(token_ids)
+        self.scheduler.check_prompt(len(token_ids))
         request_id = next(self._request_ids)
         key = request_key(params.seed, self.config.seed, request_id, token_ids)
         seqs = [Sequence(token_ids, params, next(self._seq_ids), key, index) for index in range(params.n)]
@@ -134,13 +141,12 @@ class LLMEngine:
         for fork in seqs[1:]:
             fork.forked_from = seqs[0]
         seqs[0].forks = seqs[1:]
-        self._requests[request_id] = seqs
-        try:
-            self.scheduler.add(seqs[0])
-        except ValueError:
-            del self._requests[request_id]
-            raise
-        return request_id
+        return seqs
+
+    def queue(self, seqs: list[Sequence]) -> None:
+        """Queue a request of `new_request`."""
+        self._requests[seqs[0].request_id] = seqs
+        self.scheduler.add(seqs[0])
 
     def step(self) -> tuple[list[RequestOutput], int]:
         """Launch what can run, then book the oldest step under way.
@@ -154,6 +160,7 @@ class LLMEngine:
         """
         self.check_open()
         try:
+            head = self.scheduler.waiting[0] if self.scheduler.waiting else None
             while len(self._in_flight) <= self.config.lookahead:
                 seqs, is_prefill = self.scheduler.schedule()
                 if not seqs:
@@ -171,7 +178,9 @@ class LLMEngine:
                 self.num_prompt_tokens += max(num_tokens, 0)
                 self.num_completion_tokens += sum(token_id is not None for token_id in result.token_ids)
             finished = self.scheduler.take_finished()
-            if not num_tokens and not finished and not self.is_finished():
+            # Another thread may add requests meanwhile: only what was there before can be stuck.
+            is_stuck = self.scheduler.running or (self.scheduler.waiting and self.scheduler.waiting[0] is head)
+            if not num_tokens and not finished and is_stuck:
                 raise RuntimeError("The scheduler can run nothing although requests wait; this is a fault of nanovllm.")
             return [output for seq in finished if (output := self._output_if_complete(seq))], num_tokens
         except BaseException:

@@ -5,6 +5,7 @@ sequences run.
 """
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
@@ -17,13 +18,13 @@ import torch
 
 from nanovllm.attention import create_backend
 from nanovllm.config import Config
+from nanovllm.engine.device import create_device
 from nanovllm.engine.extras import build_extras
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step import PendingStep, StepInput
+from nanovllm.engine.step import HostTensors, PendingStep, StepInput
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.logits_processors import LogitsExtras, process_logits, top_logprobs
-from nanovllm.layers.onednn import pack_linear_weights
-from nanovllm.layers.sampler import Sampler, SamplingInputs
+from nanovllm.layers.sampler import SamplingInputs
 from nanovllm.models import model_class
 from nanovllm.models.config import ModelConfig
 from nanovllm.sampling_params import GREEDY_TEMPERATURE
@@ -32,7 +33,6 @@ from nanovllm.utils.loader import fill_with_random_weights, load_model
 
 logger = logging.getLogger("nanovllm")
 
-_CPU_POOL_BYTES = 2 << 30
 _LOGITS_SLICE = 64  # prompt tokens whose logits exist at once
 
 
@@ -54,22 +54,29 @@ class ModelRunner:
     ) -> None:
         self.model_config = model_config
         self.end_token_ids = end_token_ids
-        self.device = torch.device(config.device)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
-        self.backend = create_backend(config.attention_backend, self.device.type)
+        self.backend = create_backend(config.attention_backend, config.device.partition(":")[0])
         self.block_size = config.kvcache_block_size or self.backend.default_block_size
-        with torch.inference_mode(), _defaults(self.device, self.dtype):
+        self.backend.check(self.block_size, self.dtype)
+        self.max_blocks = -(-config.max_model_len // self.block_size)  # of one sequence
+        self.is_eager = config.enforce_eager or not self.backend.can_capture
+        self.device_ops = create_device(config)
+        self.device = self.device_ops.torch_device
+        with torch.inference_mode(), self.device_ops.active(), _defaults(self.device, self.dtype):
+            # The last step's samples, and where each sequence stands in them.
+            self._last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64)
+            self._last_rows: dict[int, int] = {}
             self.model = model_class(model_config.architecture)(model_config, config.max_model_len)
             if config.load_format == "dummy":
                 fill_with_random_weights(self.model, config.seed % 2**32)
             else:
                 load_model(self.model, folder)
             num_weight_bytes = sum(p.numel() * p.element_size() for p in self.model.parameters())
-            if self.device.type == "cpu":
-                pack_linear_weights(self.model)
+            self.device_ops.optimize(self.model)
             self.num_blocks = self.allocate_kv_cache(config)
+            self.device_ops.capture(self, config)
         logger.info(
-            "%s on %s: %.1f MB of weights, %d KV blocks of %d tokens (%.1f MB), attention backend %s",
+            "%s on %s: %.1f MB of weights, %d KV blocks of %d tokens (%.1f MB), attention backend %s%s",
             model_config.architecture,
             self.device,
             num_weight_bytes / 1e6,
@@ -77,33 +84,104 @@ class ModelRunner:
             self.block_size,
             self.kv_cache.numel() * self.kv_cache.element_size() / 1e6,
             self.backend.name,
+            self.device_ops.describe(),
         )
-        self.sampler = Sampler()
-        # The last step's samples, and where each sequence stands in them.
-        self._last_tokens = torch.empty(0, dtype=torch.int64, device=self.device)
-        self._last_rows: dict[int, int] = {}
 
     def allocate_kv_cache(self, config: Config) -> int:
         """Allocate the KV pool, give each attention layer its view, and return the number of blocks."""
         layers = [module for module in self.model.modules() if isinstance(module, Attention)]
         shape = (self.block_size, layers[0].num_kv_heads, layers[0].head_dim)
         block_bytes = 2 * len(layers) * int(np.prod(shape)) * self.dtype.itemsize
-        num_blocks = config.num_kvcache_blocks
-        if num_blocks is None or num_blocks == -1:
-            wanted = config.max_num_seqs * -(-config.max_model_len // self.block_size)
-            num_blocks = max(1, min(wanted, _CPU_POOL_BYTES // block_bytes))
-        try:
+
+        def allocate(num_blocks: int) -> None:
             # Left uninitialised: nothing reads a slot before it is written, and untouched pages cost no memory.
             self.kv_cache = torch.empty(2, len(layers), num_blocks, *shape)
+            for i, layer in enumerate(layers):
+                layer.k_cache, layer.v_cache = self.kv_cache[0, i], self.kv_cache[1, i]
+                layer.backend = self.backend
+
+        allocate(1)  # for the warm-up
+        num_blocks = self.device_ops.num_kvcache_blocks(self, config, block_bytes)
+        if config.num_kvcache_blocks is not None and config.num_kvcache_blocks != -1:
+            num_blocks = config.num_kvcache_blocks
+        try:
+            allocate(num_blocks)
         except RuntimeError as error:
             raise ValueError(
                 f"A KV cache of {num_blocks} blocks of {block_bytes} bytes ({num_blocks * block_bytes / 2**30:.1f} GiB)"
                 f" cannot be allocated. Lower num_kvcache_blocks."
             ) from error
-        for i, layer in enumerate(layers):
-            layer.k_cache, layer.v_cache = self.kv_cache[0, i], self.kv_cache[1, i]
-            layer.backend = self.backend
         return num_blocks
+
+    def warmup_model(self, config: Config) -> tuple[int, int]:
+        """Run the largest steps once on a GPU, which compiles kernels; return the peak bytes of prefill and decode.
+
+        Nothing is written: all slots are -1, and block tables name the one block there is.
+        """
+        from nanovllm.engine.cuda_device import peak_bytes
+
+        num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * (config.max_model_len - 1))
+        peaks = []
+        # Few long sequences compile the kernels for long contexts, many short ones need the most logits.
+        for num_seqs in (-(-num_tokens // (config.max_model_len - 1)), min(config.max_num_seqs, num_tokens)):
+            lens = np.full(num_seqs, num_tokens // num_seqs)
+            lens[: num_tokens % num_seqs] += 1
+            ends = np.cumsum(lens)
+            cu_seqlens = np.concatenate(([0], ends)).astype(np.int32)
+            step = StepInput(
+                input_ids=np.zeros(num_tokens, np.int64),
+                positions=np.concatenate([np.arange(length) for length in lens]),
+                slot_mapping=np.full(num_tokens, -1, np.int64),
+                block_tables=np.zeros((num_seqs, self.max_blocks), np.int32) if self.backend.always_paged else None,
+                cu_seqlens_q=cu_seqlens,
+                cu_seqlens_k=cu_seqlens,
+                context_lens=None,
+                **_sampling_arrays([Sequence([0])] * num_seqs, ends - 1),
+            )
+            peaks.append(peak_bytes(functools.partial(self._run_eager, step)))
+        decode = peak_bytes(functools.partial(self._run_eager, self.idle_decode_step(config.max_num_seqs)))
+        size = 1
+        while self.is_eager and size < config.max_num_seqs:  # each number of splits is a kernel of its own
+            self._run_eager(self.idle_decode_step(size))
+            size *= 2
+        return max(peaks), decode
+
+    def idle_decode_step(self, num_rows: int) -> StepInput:
+        """Return a decode step of one-token contexts that writes nothing."""
+        return StepInput(
+            input_ids=np.zeros(num_rows, np.int64),
+            positions=np.zeros(num_rows, np.int64),
+            slot_mapping=np.full(num_rows, -1, np.int64),
+            block_tables=np.zeros((num_rows, self.max_blocks), np.int32),
+            cu_seqlens_q=None,
+            cu_seqlens_k=None,
+            context_lens=np.ones(num_rows, np.int32),
+            **_sampling_arrays([Sequence([0])] * num_rows, range(num_rows)),
+        )
+
+    def decode_packet(
+        self, fields: dict[str, torch.Tensor], keys: torch.Tensor, block_tables: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run a decode step on tensors that are on the device already: what a CUDA graph captures.
+
+        Args:
+            fields: The rows' fields of `StepInput`, [num_rows] each.
+            keys: [num_rows, 2].
+            block_tables: [num_rows, max_blocks].
+
+        Returns:
+            Logits [num_rows, vocabulary] and tokens [num_rows].
+        """
+        context = Context(
+            slot_mapping=fields["slot_mapping"], context_lens=fields["context_lens"], block_tables=block_tables
+        )
+        with step_context(context):
+            hidden_states = self.model(self._resolve(fields["input_ids"]), fields["positions"])
+            logits = self.model.compute_logits(hidden_states)
+        inputs = SamplingInputs(
+            fields["temperatures"], keys, fields["output_positions"], fields["sample_indices"], all_greedy=False
+        )
+        return logits, self.device_ops.sample(logits, inputs)
 
     @torch.inference_mode()
     def run(self, seqs: SequenceOf[Sequence], is_prefill: bool) -> PendingStep:
@@ -113,21 +191,38 @@ class ModelRunner:
             seqs: The step's sequences: `num_scheduled_tokens` behind `num_cached_tokens` are computed.
             is_prefill: Whether more than one token a sequence may be due.
         """
-        step = self.prepare_prefill(seqs) if is_prefill else self.prepare_decode(seqs)
-        sampled = [seq for seq in seqs if seq.num_cached_tokens + seq.num_scheduled_tokens == seq.num_tokens]
-        vocab_size = self.model_config.vocab_size
-        extras = build_extras(sampled, self._last_rows, self.end_token_ids, vocab_size, self.device)
-        context = self._context(step)
-        with step_context(context):
-            hidden_states = self.run_model(step)
-            prompt_logprobs = self._prompt_logprobs(seqs, step, hidden_states, context) if is_prefill else None
-            tokens, logprobs = self._sample(step, extras, hidden_states)
-        if step.block_copies is not None:
-            source, target = self._to_device(step.block_copies).unbind(1)
-            self.kv_cache[:, :, target] = self.kv_cache[:, :, source]
-        self._last_tokens, self._last_rows = tokens, {seq.seq_id: row for row, seq in enumerate(sampled)}
-        rows = [self._last_rows.get(seq.seq_id) for seq in seqs]
-        return PendingStep(seqs, rows, tokens, logprobs, prompt_logprobs)
+        with self.device_ops.active():
+            step = self.prepare_prefill(seqs) if is_prefill else self.prepare_decode(seqs)
+            sampled = [seq for seq in seqs if seq.num_cached_tokens + seq.num_scheduled_tokens == seq.num_tokens]
+            vocab_size = self.model_config.vocab_size
+            extras = build_extras(sampled, self._last_rows, self.end_token_ids, vocab_size, self.device)
+            prompt_logprobs = logprobs = tokens = None
+            replayed = None if is_prefill else self.device_ops.replay(step)
+            if replayed is not None:
+                logits, tokens = replayed
+            else:
+                context = self._context(step)
+                with step_context(context):
+                    hidden_states = self.run_model(step)
+                    if is_prefill:
+                        prompt_logprobs = self._prompt_logprobs(seqs, step, hidden_states, context)
+                    logits = self.model.compute_logits(hidden_states)  # of no row in the first chunks of a long prompt
+            if tokens is None or extras is not None:
+                tokens, logprobs = self._sample(step, extras, logits)
+            if step.block_copies is not None:
+                source, target = self._to_device(step.block_copies).unbind(1)
+                self.kv_cache[:, :, target] = self.kv_cache[:, :, source]
+            self._last_tokens[: len(tokens)] = tokens
+            self._last_rows = {seq.seq_id: row for row, seq in enumerate(sampled)}
+            return PendingStep(
+                seqs=seqs,
+                rows=[self._last_rows.get(seq.seq_id) for seq in seqs],
+                tokens=self._download(tokens),
+                logprobs=None if logprobs is None else self._download(*logprobs),
+                prompt_logprobs={i: [self._download(*s) for s in slices] for i, slices in prompt_logprobs.items()}
+                if prompt_logprobs
+                else None,
+            )
 
     def prepare_prefill(self, seqs: SequenceOf[Sequence]) -> StepInput:
         """Lay out a prefill step: the scheduled tokens of all sequences in one row."""
@@ -156,7 +251,7 @@ class ModelRunner:
             ),
             positions=positions,
             slot_mapping=blocks * self.block_size + positions % self.block_size,
-            block_tables=tables if any(starts) else None,
+            block_tables=tables if any(starts) or self.backend.always_paged else None,
             cu_seqlens_q=cu_seqlens_q.astype(np.int32),
             cu_seqlens_k=np.concatenate(([0], np.cumsum(ends))).astype(np.int32),
             context_lens=None,
@@ -187,13 +282,12 @@ class ModelRunner:
         """Run the forward of one step; returns hidden states [num_tokens, hidden]."""
         input_ids = self._to_device(step.input_ids)
         if (step.input_ids < 0).any():
-            from_last = self._last_tokens[(-1 - input_ids).clamp(min=0)]
-            input_ids = torch.where(input_ids < 0, from_last, input_ids)
+            input_ids = self._resolve(input_ids)
         return self.model(input_ids, self._to_device(step.positions))
 
     def exit(self) -> None:
         """Let go of weights and cache."""
-        for name in ("model", "kv_cache", "_last_tokens"):
+        for name in ("model", "kv_cache", "_last_tokens", "device_ops"):
             if hasattr(self, name):
                 delattr(self, name)
 
@@ -209,13 +303,23 @@ class ModelRunner:
             logits_indices=self._to_device(step.logits_indices),
         )
 
+    def _resolve(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return ids with each -1 - i replaced by the last step's sample in row i."""
+        from_last = self._last_tokens[(-1 - input_ids).clamp(min=0)]
+        return torch.where(input_ids < 0, from_last.to(input_ids.dtype), input_ids)
+
+    def _run_eager(self, step: StepInput) -> torch.Tensor:
+        """Run one step without extras; returns its tokens."""
+        with step_context(self._context(step)):
+            logits = self.model.compute_logits(self.run_model(step))
+        return self._sample(step, None, logits)[0]
+
     def _sample(
-        self, step: StepInput, extras: LogitsExtras | None, hidden_states: torch.Tensor
+        self, step: StepInput, extras: LogitsExtras | None, logits: torch.Tensor
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
         """Return the tokens sampled in a step, and log-probabilities if a row asks for them."""
-        if not len(step.logits_indices):  # the first chunks of a long prompt
+        if not len(logits):
             return torch.empty(0, dtype=torch.int64, device=self.device), None
-        logits = self.model.compute_logits(hidden_states)
         inputs = SamplingInputs(
             temperatures=self._to_device(step.temperatures),
             keys=self._to_device(step.keys),
@@ -224,8 +328,8 @@ class ModelRunner:
             all_greedy=bool((step.temperatures <= GREEDY_TEMPERATURE).all()),
         )
         if extras is None:
-            return self.sampler(logits, inputs), None
-        tokens = self.sampler(process_logits(logits, extras, self._last_tokens), inputs)
+            return self.device_ops.sample(logits, inputs), None
+        tokens = self.device_ops.sample(process_logits(logits, extras, self._last_tokens), inputs)
         rows = extras.logprob_rows
         return tokens, top_logprobs(logits[rows], tokens[rows], extras.num_logprobs) if len(rows) else None
 
@@ -251,7 +355,12 @@ class ModelRunner:
         return found or None
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
+        return self.device_ops.upload(array)
+
+    def _download(self, *tensors: torch.Tensor) -> HostTensors:
+        """Start copying tensors to the host; the result waits and returns them as lists."""
+        waits = [self.device_ops.download(tensor) for tensor in tensors]
+        return lambda: tuple(wait().tolist() for wait in waits)
 
     def _to_device_if(self, array: np.ndarray | None) -> torch.Tensor | None:
         return None if array is None else self._to_device(array)

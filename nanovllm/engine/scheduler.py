@@ -37,14 +37,18 @@ class Scheduler:
         """Return whether nothing is left to schedule (steps under way are the engine's to count)."""
         return not self.waiting and not self.running
 
+    def check_prompt(self, num_tokens: int) -> None:
+        """Raise ValueError for a prompt that can never fit into the pool."""
+        if self.block_manager.blocks_needed(num_tokens) > self.block_manager.num_blocks:
+            raise ValueError(self._pool_error(num_tokens))
+
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence; safe to call from another thread while a step runs.
 
         Raises:
             ValueError: Its prompt can never fit into the pool.
         """
-        if self._exceeds_pool(seq):
-            raise ValueError(self._pool_error(seq.num_tokens))
+        self.check_prompt(seq.num_tokens)
         max_tokens = seq.sampling_params.max_tokens
         limit = self.max_model_len
         for sample in (seq, *seq.forks):
@@ -235,7 +239,7 @@ class Scheduler:
             seq.stop_reason = seq.stop_finder.find(seq.token_ids, seq.num_prompt_tokens)
         if seq.stop_reason is not None:
             self._finish(seq, "stop")
-        elif seq.reached_limit:
+        elif seq.reached_limit and not seq.num_pending_tokens:  # else its last token is still under way
             self._finish(seq, "length")
 
     def _release(self, seq: Sequence) -> None:

@@ -36,6 +36,7 @@ class Sequence:
 
     __slots__ = (
         "block_hashes",
+        "block_prints",
         "block_table",
         "error",
         "finish_reason",
@@ -80,6 +81,7 @@ class Sequence:
         self.max_num_tokens: int | None = None  # prompt and completion together; set by Scheduler.add
         self.block_table: list[int] = []
         self.block_hashes: list[int] = []  # chained hashes of its full blocks, kept so that none is computed twice
+        self.block_prints: list[bytes] = []  # see `Block.prefix_print`
         self.sampling_params = sampling_params or SamplingParams()
         self.request_id = seq_id
         self.request_key = request_key

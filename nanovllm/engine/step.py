@@ -1,11 +1,11 @@
 """One step's way to the device and back: flat arrays in, a promise of tokens out."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import Logprobs
@@ -56,6 +56,10 @@ class StepOutput(NamedTuple):
     prompt_logprobs: list[list[Logprobs]] | None = None
 
 
+# A copy to the host under way: waits for it and returns the tensors as lists.
+HostTensors = Callable[[], tuple[Any, ...]]
+
+
 @dataclass
 class PendingStep:
     """A launched step whose results are on the device: a promise that `wait` redeems.
@@ -63,23 +67,24 @@ class PendingStep:
     Attributes:
         seqs: The step's sequences.
         rows: For each of them its row in `tokens`, or None if nothing was sampled for it.
-        tokens: [num_rows] int64.
+        tokens: [num_rows].
         logprobs: Ids and values [L, 1 + n] of the rows that asked, as from `top_logprobs`, in order of rows.
         prompt_logprobs: The same for prompt tokens, a list of slices by index of the sequence.
     """
 
     seqs: SequenceOf[Sequence]
     rows: list[int | None]
-    tokens: torch.Tensor
-    logprobs: tuple[torch.Tensor, torch.Tensor] | None = None
-    prompt_logprobs: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] | None = None
+    tokens: HostTensors
+    logprobs: HostTensors | None = None
+    prompt_logprobs: dict[int, list[HostTensors]] | None = None
 
     def wait(self) -> StepOutput:
         """Return the results, after the device has computed them."""
-        tokens = self.tokens.tolist()
+        (tokens,) = self.tokens()
+        token_ids = [None if row is None else tokens[row] for row in self.rows]
         logprobs: list[Logprobs | None] | None = None
         if self.logprobs is not None:
-            entries = zip(*(t.tolist() for t in self.logprobs), strict=True)
+            entries = zip(*self.logprobs(), strict=True)
             wanted = [(r is not None, s.sampling_params.logprobs) for r, s in zip(self.rows, self.seqs, strict=True)]
             logprobs = [_entry(next(entries), n) if has and n is not None else None for has, n in wanted]
         prompt_logprobs: list[list[Logprobs]] | None = None
@@ -87,9 +92,9 @@ class PendingStep:
             prompt_logprobs = [[] for _ in self.seqs]
             for i, slices in self.prompt_logprobs.items():
                 num = self.seqs[i].sampling_params.prompt_logprobs or 0
-                for ids, values in slices:
-                    prompt_logprobs[i] += [_entry(e, num) for e in zip(ids.tolist(), values.tolist(), strict=True)]
-        return StepOutput([None if row is None else tokens[row] for row in self.rows], logprobs, prompt_logprobs)
+                for wait in slices:
+                    prompt_logprobs[i] += [_entry(entry, num) for entry in zip(*wait(), strict=True)]
+        return StepOutput(token_ids, logprobs, prompt_logprobs)
 
 
 def _entry(ids_and_values: tuple[list[int], list[float]], num: int) -> Logprobs:

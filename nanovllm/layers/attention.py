@@ -18,6 +18,11 @@ class AttentionBackend(Protocol):
 
     name: str
     default_block_size: int
+    always_paged: bool  # whether prefill wants block tables even if all K and V are new
+    can_capture: bool  # whether its decode can be part of a CUDA graph
+
+    def check(self, block_size: int, dtype: torch.dtype) -> None:
+        """Raise ValueError for a block size or dtype that the backend cannot take."""
 
     def store_kvcache(
         self, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
@@ -59,11 +64,15 @@ class Attention(nn.Module):
         self.scale = scale
         self.num_kv_heads = num_kv_heads
 
+    def store(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write this step's K and V to their slots."""
+        slot_mapping = get_context().slot_mapping
+        assert slot_mapping is not None
+        self.backend.store_kvcache(k, v, self.k_cache, self.v_cache, slot_mapping)
+
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Store this step's K and V, then attend; see `AttentionBackend` for shapes."""
+        """Attend, after this step's K and V were stored; see `AttentionBackend` for shapes."""
         context = get_context()
-        assert context.slot_mapping is not None
-        self.backend.store_kvcache(k, v, self.k_cache, self.v_cache, context.slot_mapping)
         if context.is_prefill:
             return self.backend.prefill(q, k, v, self.k_cache, self.v_cache, self.scale, context)
         return self.backend.decode(q, self.k_cache, self.v_cache, self.scale, context)

@@ -90,14 +90,14 @@ def process_logits(logits: torch.Tensor, extras: LogitsExtras, last_tokens: torc
 def _penalize(logits: torch.Tensor, extras: LogitsExtras, last_tokens: torch.Tensor) -> torch.Tensor:
     """Apply repetition, presence and frequency penalties to the tokens seen so far."""
     ids, counts = extras.seen_ids, extras.seen_counts
-    if len(last_tokens):  # a token that the host does not know yet counts as well
-        is_pending = (extras.pending_rows >= 0).unsqueeze(1)
-        newest = torch.where(is_pending, last_tokens[extras.pending_rows.clamp(min=0)].unsqueeze(1), ids[:, :1])
-        is_newest = ids == newest
-        # Equal ids need equal counts, since one of them is scattered last. seen_ids may repeat its first id.
-        before = torch.where(is_newest, counts, 0).amax(1, keepdim=True)
-        ids = torch.cat((ids, newest), 1)
-        counts = torch.cat((counts + (is_newest & is_pending), before + is_pending), 1)
+    # A token that the host does not know yet counts as well. Equal ids need equal counts, since one of them is
+    # scattered last; seen_ids may repeat its first id.
+    is_pending = (extras.pending_rows >= 0).unsqueeze(1)
+    newest = torch.where(is_pending, last_tokens[extras.pending_rows.clamp(min=0)].unsqueeze(1), ids[:, :1])
+    is_newest = ids == newest
+    before = torch.where(is_newest, counts, 0).amax(1, keepdim=True)
+    ids = torch.cat((ids, newest), 1)
+    counts = torch.cat((counts + (is_newest & is_pending), before + is_pending), 1)
     repetition, presence, frequency = extras.penalties
     seen = logits.gather(1, ids)
     seen = torch.where(seen < 0, seen * repetition, seen / repetition)

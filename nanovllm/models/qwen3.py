@@ -41,9 +41,16 @@ class Qwen3Attention(nn.Module):
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """Map [num_tokens, hidden] to the same shape."""
         qkv = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim))  # [num_tokens, heads, head_dim]
+        return self.o_proj(self.attn(*self.prepare_qkv(positions, qkv)).flatten(1))
+
+    def prepare_qkv(
+        self, positions: torch.Tensor, qkv: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Split, norm and rotate q and k, store k and v; fused into one kernel on a GPU."""
         q, k, v = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         q, k = self.rotary_emb(positions, self.q_norm(q), self.k_norm(k))
-        return self.o_proj(self.attn(q, k, v).flatten(1))
+        self.attn.store(k, v)
+        return q, k, v
 
 
 class Qwen3MLP(nn.Module):

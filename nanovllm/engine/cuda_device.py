@@ -1,0 +1,115 @@
+"""CudaDevice: memory, copies and kernels of one GPU; see `CpuDevice` for what its methods are for."""
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from nanovllm.config import Config
+from nanovllm.engine.cuda_graph import DecodeGraphs, graph_sizes
+from nanovllm.engine.device import CpuDevice
+from nanovllm.engine.step import StepInput
+from nanovllm.kernels import pointwise
+from nanovllm.kernels.sampler import sample
+
+if TYPE_CHECKING:
+    from nanovllm.engine.model_runner import ModelRunner
+
+logger = logging.getLogger("nanovllm")
+
+_GRAPH_BYTES = 8 << 20  # what a captured step of some 300 kernels keeps on the device besides its activations
+
+
+class CudaDevice(CpuDevice):
+    """One NVIDIA GPU."""
+
+    def __init__(self, config: Config) -> None:
+        self.torch_device = torch.device(config.device)
+        if self.torch_device.index is None:
+            self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        self.sample = sample
+        self._graphs: DecodeGraphs | None = None
+        self._notes: list[str] = []
+
+    def active(self) -> AbstractContextManager[Any]:
+        """See `CpuDevice`."""
+        return torch.cuda.device(self.torch_device)
+
+    def optimize(self, model: nn.Module) -> None:
+        """See `CpuDevice`."""
+        pointwise.install_kernels(model)
+
+    def upload(self, array: np.ndarray) -> torch.Tensor:
+        """See `CpuDevice`; through pinned memory, which the allocator keeps until the copy is done."""
+        return torch.from_numpy(array).pin_memory().to(self.torch_device, non_blocking=True)
+
+    def download(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """See `CpuDevice`."""
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+
+        def wait() -> torch.Tensor:
+            done.synchronize()
+            return host
+
+        return wait
+
+    def num_kvcache_blocks(self, runner: "ModelRunner", config: Config, block_bytes: int) -> int:
+        """See `CpuDevice`: what the user's share of the card leaves after weights, the largest steps and graphs.
+
+        Raises:
+            ValueError: Not even one block fits; says where the memory is.
+        """
+        prefill_bytes, decode_bytes = runner.warmup_model(config)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        sizes = [] if runner.is_eager else graph_sizes(config.max_num_seqs)
+        graph_bytes = len(sizes) * _GRAPH_BYTES + (decode_bytes if sizes else 0)
+        used = total - free
+        budget = int(total * config.gpu_memory_utilization)
+        available = budget - used - prefill_bytes - graph_bytes
+        gib = 1 << 30
+        own = torch.cuda.memory_reserved()
+        self._notes = [
+            f"of {total / gib:.1f} GiB {config.gpu_memory_utilization:.0%} usable: {own / gib:.2f} weights",
+            f"{(used - own) / gib:.2f} others and CUDA",
+            f"{prefill_bytes / gib:.2f} activations",
+            f"{graph_bytes / gib:.2f} for {len(sizes)} graphs",
+        ]
+        if available < block_bytes:
+            raise ValueError(
+                f"No KV block of {block_bytes / 2**20:.1f} MiB fits: {', '.join(self._notes)} GiB. Raise "
+                f"gpu_memory_utilization={config.gpu_memory_utilization}, free the card, or lower "
+                f"max_num_batched_tokens={config.max_num_batched_tokens} or max_num_seqs={config.max_num_seqs}."
+            )
+        return available // block_bytes
+
+    def capture(self, runner: "ModelRunner", config: Config) -> None:
+        """See `CpuDevice`."""
+        if not runner.is_eager:
+            self._graphs = DecodeGraphs(runner, graph_sizes(config.max_num_seqs))
+            self._notes.append(f"captured in {self._graphs.capture_s:.1f} s")
+
+    def replay(self, step: StepInput) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """See `CpuDevice`."""
+        return None if self._graphs is None else self._graphs.replay(step)
+
+    def describe(self) -> str:
+        """See `CpuDevice`."""
+        return "; " + ", ".join(self._notes) if self._notes else ""
+
+
+def peak_bytes(run: Callable[[], Any]) -> int:
+    """Run something and return the most memory it held at once, beyond what it found."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before

@@ -1,0 +1,73 @@
+"""What differs between a CPU and a GPU, as objects chosen once at start: this one is the CPU.
+
+`create_device` is the only place that asks which of them it is; `CudaDevice` has the same methods.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from nanovllm.config import Config
+from nanovllm.engine.step import StepInput
+from nanovllm.layers.onednn import pack_linear_weights
+from nanovllm.layers.sampler import Sampler, SamplingInputs
+
+if TYPE_CHECKING:
+    from nanovllm.engine.model_runner import ModelRunner
+
+_CPU_POOL_BYTES = 2 << 30
+
+Sample = Callable[[torch.Tensor, SamplingInputs], torch.Tensor]
+
+
+class CpuDevice:
+    """Plain torch; results are there as soon as a step returns."""
+
+    def __init__(self, config: Config) -> None:
+        self.torch_device = torch.device(config.device)
+        self.sample: Sample = Sampler()
+
+    def active(self) -> AbstractContextManager[Any]:
+        """Return a context in which this device is the current one."""
+        return nullcontext()
+
+    def optimize(self, model: nn.Module) -> None:
+        """Put the device's own kernels in the place of plain torch."""
+        pack_linear_weights(model)
+
+    def upload(self, array: np.ndarray) -> torch.Tensor:
+        """Return a host array's content on the device, without waiting."""
+        return torch.from_numpy(array)
+
+    def download(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start copying a tensor to the host; the result waits for the copy and returns it."""
+        return lambda: tensor
+
+    def num_kvcache_blocks(self, runner: "ModelRunner", config: Config, block_bytes: int) -> int:
+        """Return how many KV blocks the device has room for."""
+        wanted = config.max_num_seqs * -(-config.max_model_len // runner.block_size)
+        return max(1, min(wanted, _CPU_POOL_BYTES // block_bytes))
+
+    def capture(self, runner: "ModelRunner", config: Config) -> None:
+        """Prepare captured decode steps, where the device has them."""
+
+    def replay(self, step: StepInput) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Run a captured decode step: logits and sampled tokens; None if there is none for it."""
+        return None
+
+    def describe(self) -> str:
+        """Return what a start-up line says of memory and graphs."""
+        return ""
+
+
+def create_device(config: Config) -> "CpuDevice":
+    """Return the device that the config's settled `device` names."""
+    if config.device == "cpu":
+        return CpuDevice(config)
+    from nanovllm.engine.cuda_device import CudaDevice
+
+    return CudaDevice(config)
