@@ -265,13 +265,14 @@ def test_bfloat16_departs_from_transformers_only_between_likely_tokens(
     with LLM(str(tiny_checkpoint(shape)), dtype="bfloat16", num_kvcache_blocks=100, lookahead=0) as llm:
         runner = llm.engine.model_runner
         assert runner.kv_cache.dtype == torch.bfloat16
-        sampler = runner.sampler.forward
+        compute_logits = runner.model.compute_logits
 
-        def recording(logits: torch.Tensor, inputs: Any) -> torch.Tensor:
+        def recording(hidden_states: torch.Tensor) -> torch.Tensor:
+            logits = compute_logits(hidden_states)
             own_top.extend(logits.topk(5).indices.tolist())
-            return sampler(logits, inputs)
+            return logits
 
-        runner.sampler.forward = recording
+        runner.model.compute_logits = recording
         for prompt in prompts:  # one by one, so that the recorded rows are this prompt's in order
             own_top.clear()
             (out,) = llm.generate([prompt], greedy(12), use_tqdm=False)

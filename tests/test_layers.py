@@ -646,7 +646,7 @@ def test_slot_minus_one_writes_nothing() -> None:
     assert torch.equal(caches.nan_to_num(7.0), before.nan_to_num(7.0))
 
 
-def test_the_attention_layer_stores_then_attends_by_the_context() -> None:
+def test_the_attention_layer_attends_by_the_context() -> None:
     data = fresh(RAGGED[2])
     layer = Attention(data.heads, data.head_dim, data.scale, data.kv_heads)
     layer.backend = create_backend("torch", "cpu")
@@ -654,7 +654,7 @@ def test_the_attention_layer_stores_then_attends_by_the_context() -> None:
     zeros, all_but_last = [0] * len(data.lens), [max(1, n - 1) for n in data.lens]
 
     def step(starts: list[int], ends: list[int], context: Context) -> torch.Tensor:
-        slots = torch.tensor(data.slots(starts, ends))
+        slots = data.store(starts, ends)
         with step_context(dataclasses.replace(context, slot_mapping=slots)):
             return layer(*(data.flat(x, starts, ends) for x in (data.q, data.k, data.v)))
 
