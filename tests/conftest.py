@@ -1,0 +1,49 @@
+"""Fixtures that all tests share. Heavy imports stay inside, so that light tests start at once."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import TinyConfig, load_reference
+
+# Models this small spend more time waiting for a second thread than computing, above all on a busy machine.
+# Set before torch is imported; threads change no result that a test may rely on.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_items:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in gpu_items:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device; this machine has none"))
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[TinyConfig], Path]:
+    """A function from a shape to the folder of its checkpoint, written once a session; not to be changed."""
+    folders: dict[TinyConfig, Path] = {}
+
+    def build(shape: TinyConfig) -> Path:
+        if shape not in folders:
+            folders[shape] = shape.save(tmp_path_factory.mktemp("tiny"))
+        return folders[shape]
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def tiny_reference(tiny_checkpoint: Callable[[TinyConfig], Path]) -> Callable[..., Any]:
+    """A function from a shape (and dtype) to transformers' model of it, loaded once a session."""
+    models: dict[tuple[TinyConfig, str], Any] = {}
+
+    def load(shape: TinyConfig, dtype: str = "float32") -> Any:
+        if (shape, dtype) not in models:
+            models[shape, dtype] = load_reference(tiny_checkpoint(shape), dtype)
+        return models[shape, dtype]
+
+    return load
