@@ -176,6 +176,10 @@ class LLM:
         """See `LLMEngine.is_finished`."""
         return not self._others and self.engine.is_finished()
 
+    def stats(self) -> dict[str, float]:
+        """See `LLMEngine.stats`."""
+        return self.engine.stats()
+
     def abort(self, request_id: int) -> None:
         """See `LLMEngine.abort`."""
         self.engine.abort(request_id)
@@ -288,20 +292,22 @@ class _Progress:
         self._engine = engine
         self._bar = tqdm(total=total, desc="Generating", unit="prompt", mininterval=0.1, disable=not is_shown)
         self._start = self._drawn = time.perf_counter()
-        self._tokens = engine.num_prompt_tokens, engine.num_completion_tokens
+        self._stats = engine.stats()
 
     def update(self, num_done: int) -> None:
         """Count ``num_done`` more prompts as done."""
         now = time.perf_counter()
         if not self._bar.disable and now - self._drawn >= 0.1:
             self._drawn, elapsed = now, now - self._start
-            tokens_in = (self._engine.num_prompt_tokens - self._tokens[0]) / elapsed
-            tokens_out = (self._engine.num_completion_tokens - self._tokens[1]) / elapsed
+            stats = self._engine.stats()
+            tokens_in, tokens_out = (
+                (stats[name] - self._stats[name]) / elapsed for name in ("num_prompt_tokens", "num_completion_tokens")
+            )
             scheduler = self._engine.scheduler
             use = len(scheduler.block_manager.used_block_ids) / scheduler.block_manager.num_blocks
             self._bar.set_postfix_str(
                 f"in {tokens_in:.0f} tok/s, out {tokens_out:.0f} tok/s, KV {use:.0%}, "
-                f"preempted {scheduler.num_preemptions}",
+                f"preempted {stats['num_preemptions'] - self._stats['num_preemptions']:.0f}",
                 refresh=False,
             )
         self._bar.update(num_done)

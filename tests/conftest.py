@@ -1,4 +1,4 @@
-"""Fixtures that all tests share. Heavy imports stay inside, so that light tests start at once."""
+"""Fixtures that all tests share."""
 
 import os
 from collections.abc import Callable
@@ -12,15 +12,17 @@ from tiny_models import TinyConfig, load_reference
 # Set before torch is imported; threads change no result that a test may rely on.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on the CPU; read when triton is imported
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
-    if gpu_items:
-        import torch
-
-        if not torch.cuda.is_available():
-            for item in gpu_items:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device; this machine has none"))
+    if not torch.cuda.is_available():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device; this machine has none"))
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,7 @@ def folder(tiny_checkpoint: Checkpoint) -> str:
 
 @pytest.fixture
 def llm(folder: str) -> Iterator[LLM]:
-    with LLM(folder, max_model_len=64, kvcache_block_size=4, num_kvcache_blocks=40, lookahead=0) as llm:
+    with LLM(folder, max_model_len=64, kvcache_block_size=4, num_kvcache_blocks=40) as llm:
         yield llm
 
 
@@ -107,6 +107,11 @@ def test_a_sampling_parameter_out_of_range_is_refused_with_its_value_and_limit(
 ) -> None:
     with pytest.raises(ValueError, match=f"^{name}={value} is out of range: it must be .*{limit}"):
         SamplingParams(**{name: value})
+
+
+def test_a_number_too_large_for_a_float_is_out_of_range_like_infinity() -> None:
+    with pytest.raises(ValueError, match=r"^temperature=10+ is out of range: it must be finite"):
+        SamplingParams(temperature=10**400)
 
 
 @pytest.mark.parametrize(
@@ -329,7 +334,9 @@ def test_prompts_that_are_no_list_are_a_typeerror(prompts: Any, llm: LLM) -> Non
         llm.generate(prompts, GREEDY)
 
 
-@pytest.mark.parametrize("prompt", [None, 1.5, {"a": 1}, [1.0], [True], [1, "a"], ["a"], [None], [[1, 2]], b"text"])
+@pytest.mark.parametrize(
+    "prompt", [None, 1.5, {"a": 1}, [1.0], [True], [1, "a"], ["a"], [None], [[1, 2]], [[1, 2], [3]], b"text"]
+)
 def test_a_prompt_that_is_no_list_of_ints_is_a_typeerror(prompt: Any, llm: LLM) -> None:
     with pytest.raises(TypeError, match="A prompt must be a str or a list of ints, not ") as error:
         llm.generate([[1, 2], prompt], GREEDY)
@@ -477,6 +484,17 @@ def test_generate_keeps_the_results_of_requests_that_are_not_its_own(llm: LLM) -
     (late,), _ = llm.step()
     assert (late.request_id, late.prompt_token_ids, len(late.token_ids)) == (other, [9, 8, 7], 6)
     assert llm.is_finished()
+
+
+def test_generate_serves_its_rows_behind_a_full_queue_of_other_requests(folder: str) -> None:
+    with LLM(folder, max_model_len=64, num_kvcache_blocks=40, max_num_seqs=2) as llm:
+        others = [llm.add_request([i], GREEDY) for i in range(2)]
+        (out,) = llm.generate([[9]], GREEDY, use_tqdm=False)
+        assert (out.index, out.prompt_token_ids, len(out.token_ids)) == (0, [9], 6)
+        late = []
+        while not llm.is_finished():
+            late += llm.step()[0]
+        assert [done.request_id for done in late] == others
 
 
 def test_a_closed_engine_says_so_and_closes_again(folder: str) -> None:

@@ -23,7 +23,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "pool": ("ample", "tight"),
     "workload": ("mixed", "shared_prefix", "equal", "whole_blocks"),
     "num_requests": (1, 6, 64),
-    "lookahead": (0,),
+    "lookahead": (0, 1),
     "max_num_seqs": (3, 512),
 }
 
@@ -78,7 +78,7 @@ def make_prompts(workload: str, num_requests: int, block_size: int, vocab: int, 
 
 def run(folder: Path, prompts: Prompts, params: Any, **knobs: Any) -> tuple[list[RequestOutput], int]:
     """Return the outputs and how often a sequence was preempted."""
-    with LLM(str(folder), max_model_len=1024, **{"lookahead": 0} | knobs) as llm:
+    with LLM(str(folder), max_model_len=1024, **knobs) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert llm.is_finished() and llm.step() == ([], 0)
         llm.engine.scheduler.block_manager.check_invariants([])
@@ -171,8 +171,23 @@ def test_outputs_depend_on_the_first_token_of_the_prompt(name: str, tiny_checkpo
     assert num_changed >= 62
 
 
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("pool", [9, 500])
+def test_both_loop_modes_give_the_same_tokens(name: str, pool: int, tiny_checkpoint: Checkpoint) -> None:
+    shape = SHAPES[name]
+    prompts = make_prompts("mixed", 24, 16, shape.vocab, random.Random(2))
+    prompts += make_prompts("shared_prefix", 24, 16, shape.vocab, random.Random(3))
+    params = [greedy(1 + i % 30) for i in range(48)]
+    knobs = {"kvcache_block_size": 16, "num_kvcache_blocks": pool, "max_num_batched_tokens": 45}
+    synchronous, num_preemptions = run(tiny_checkpoint(shape), prompts, params, lookahead=0, **knobs)
+    overlapped, num_preemptions_overlapped = run(tiny_checkpoint(shape), prompts, params, lookahead=1, **knobs)
+    assert (num_preemptions > 0) == (num_preemptions_overlapped > 0) == (pool == 9)
+    assert_complete(synchronous, prompts, [1 + i % 30 for i in range(48)])
+    assert [out.token_ids for out in overlapped] == [out.token_ids for out in synchronous]
+
+
 @pytest.mark.parametrize("block_size", [1, 16, 256])
-@pytest.mark.parametrize("lookahead", [0])
+@pytest.mark.parametrize("lookahead", [0, 1])
 def test_a_prompt_of_whole_blocks_answers_alike_when_its_prefix_is_cached(
     block_size: int, lookahead: int, tiny_checkpoint: Checkpoint, tiny_reference: Reference
 ) -> None:
@@ -188,7 +203,7 @@ def test_a_prompt_of_whole_blocks_answers_alike_when_its_prefix_is_cached(
     assert_greedy(tiny_reference(shape), first + second)
 
 
-@pytest.mark.parametrize("lookahead", [0])
+@pytest.mark.parametrize("lookahead", [0, 1])
 def test_the_next_turn_of_a_dialog_finds_its_answer_in_the_cache(
     lookahead: int, tiny_checkpoint: Checkpoint, tiny_reference: Reference
 ) -> None:
@@ -203,7 +218,7 @@ def test_the_next_turn_of_a_dialog_finds_its_answer_in_the_cache(
     assert_greedy(tiny_reference(shape), [first, second])
 
 
-@pytest.mark.parametrize("lookahead", [0])
+@pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("pool", [8, 500])
 def test_an_end_token_ends_its_row_where_it_first_occurs(
     lookahead: int, pool: int, tiny_checkpoint: Checkpoint, tiny_reference: Reference
@@ -228,7 +243,7 @@ def test_an_end_token_ends_its_row_where_it_first_occurs(
     assert reasons.count("stop") >= 8
 
 
-@pytest.mark.parametrize("lookahead", [0])
+@pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("block_size", [1, 16, 256])
 def test_rows_end_by_length_at_max_model_len(
     lookahead: int, block_size: int, tiny_checkpoint: Checkpoint, tiny_reference: Reference
@@ -262,7 +277,7 @@ def test_bfloat16_departs_from_transformers_only_between_likely_tokens(
     prompts = make_prompts("mixed", 12, 16, shape.vocab, random.Random(6))
     own_top: list[list[int]] = []
     num_equal = 0
-    with LLM(str(tiny_checkpoint(shape)), dtype="bfloat16", num_kvcache_blocks=100, lookahead=0) as llm:
+    with LLM(str(tiny_checkpoint(shape)), max_model_len=1024, dtype="bfloat16", num_kvcache_blocks=100) as llm:
         runner = llm.engine.model_runner
         assert runner.kv_cache.dtype == torch.bfloat16
         compute_logits = runner.model.compute_logits

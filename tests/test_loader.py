@@ -190,6 +190,13 @@ def test_a_broken_index_is_named(tmp_path: Path) -> None:
         build(tmp_path)
 
 
+@pytest.mark.parametrize("content", ["{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}'])
+def test_an_index_without_a_map_of_names_to_files_is_named(content: str, tmp_path: Path) -> None:
+    (UNTIED.save(tmp_path) / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json"):
+        build(tmp_path)
+
+
 @pytest.mark.parametrize("has_head", [False, True])
 def test_a_tied_model_loads_with_and_without_its_head_in_the_file(has_head: bool, tmp_path: Path) -> None:
     def add_head(tensors: dict[str, Any]) -> None:
@@ -321,6 +328,15 @@ def test_a_window_that_is_switched_off_is_no_fault() -> None:
         ({"num_key_value_heads": 3}, "num_attention_heads=2 is no multiple of num_key_value_heads=3"),
         ({"hidden_size": 0}, "lacks a positive integer for hidden_size"),
         ({"vocab_size": None, "num_hidden_layers": "2"}, "lacks a positive integer for vocab_size, num_hidden_layers"),
+        ({"vocab_size": True}, "lacks a positive integer for vocab_size"),
+        ({"num_key_value_heads": "2"}, "lacks a positive integer for num_key_value_heads"),
+        ({"head_dim": "x"}, "lacks a positive integer for head_dim"),
+        ({"rope_theta": None}, "rope_theta"),
+        ({"rope_theta": "x"}, "rope_theta"),
+        ({"rope_scaling": "yarn"}, "rope_scaling='yarn'"),
+        ({"rope_scaling": {"factor": 4.0}}, "RoPE type"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn", "rope_theta": 5.0}}}, "RoPE type"),
+        ({"quantization_config": "fp8"}, "Quantized checkpoints .*'fp8'"),
     ],
 )
 def test_sizes_and_parts_that_cannot_be_run_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
@@ -343,9 +359,7 @@ def test_dummy_load_needs_no_weights_and_no_tokenizer(tmp_path: Path) -> None:
     params = SamplingParams(max_tokens=5)
 
     def tokens(seed: int) -> list[int]:
-        with LLM(
-            str(tmp_path), load_format="dummy", seed=seed, lookahead=0, num_kvcache_blocks=20, max_model_len=64
-        ) as llm:
+        with LLM(str(tmp_path), load_format="dummy", seed=seed, num_kvcache_blocks=20, max_model_len=64) as llm:
             assert llm.tokenizer is None
             with pytest.raises(ValueError, match="has no tokenizer files: give prompts as token ids"):
                 llm.generate(["some text"], params, use_tqdm=False)

@@ -12,6 +12,7 @@ from tiny_models import SHAPES, TinyConfig
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.llm_engine import request_key
+from nanovllm.layers import sampler
 from nanovllm.layers.sampler import (
     CHUNK_SIZE,
     Sampler,
@@ -66,6 +67,13 @@ def test_gumbel_noise_is_never_positive_infinity_nor_nan() -> None:
     assert float(noise[0]) == pytest.approx(22.8739, abs=1e-3)
     assert float(noise[6]) == pytest.approx(0.3665, abs=1e-3)
     assert (noise[1:] <= noise[:-1]).all()
+
+
+def test_the_lowest_noise_makes_no_possible_token_lose_to_an_impossible_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "philox", lambda counter, key: (torch.full_like(counter[0], 2**32 - 1),) * 4)
+    logits = torch.full((1, 700), float("-inf"))
+    logits[0, 431] = 0.0
+    assert Sampler()(logits, make_inputs()).tolist() == [431]
 
 
 def test_gumbel_noise_has_the_gumbel_distribution() -> None:
@@ -261,7 +269,7 @@ def test_two_levels_choose_the_chunk_first_and_then_a_token_in_it() -> None:
 
 def draw(folder: Path, prompts: list[list[int]], params: Any, **knobs: Any) -> tuple[list[list[int]], int]:
     """Return each row's tokens, and how often a sequence was preempted."""
-    with LLM(str(folder), max_model_len=256, **{"num_kvcache_blocks": 400, "lookahead": 0} | knobs) as llm:
+    with LLM(str(folder), max_model_len=256, **{"num_kvcache_blocks": 400} | knobs) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert all(out.error is None for out in outputs)
         return [out.token_ids for out in outputs], llm.engine.scheduler.num_preemptions
@@ -273,7 +281,7 @@ def random_prompts(num_prompts: int, vocab: int, most: int = 40) -> list[list[in
 
 
 @pytest.mark.parametrize("name", ["tied", "wide"])
-@pytest.mark.parametrize("lookahead", [0])
+@pytest.mark.parametrize("lookahead", [0, 1])
 def test_a_seeded_request_draws_the_same_tokens_whatever_runs_beside_it(
     name: str, lookahead: int, tiny_checkpoint: Checkpoint
 ) -> None:
@@ -293,6 +301,7 @@ def test_a_seeded_request_draws_the_same_tokens_whatever_runs_beside_it(
     rows, num_preemptions = draw(folder, last, [others] * 23 + [seeded], **knobs, seed=5)
     assert rows[23] == alone
     assert num_preemptions > 0
+    assert draw(folder, prompts[7:8], seeded, lookahead=1 - lookahead)[0] == [alone]
 
 
 @pytest.mark.parametrize("params", [SamplingParams(max_tokens=25, seed=3), SamplingParams(max_tokens=25)])
@@ -301,7 +310,7 @@ def test_preemption_and_loop_mode_change_no_draw(params: SamplingParams, tiny_ch
     folder, prompts = tiny_checkpoint(shape), random_prompts(24, shape.vocab)
     ample, num_preemptions = draw(folder, prompts, params, lookahead=0)
     assert num_preemptions == 0
-    for lookahead in (0,):
+    for lookahead in (0, 1):
         tight, num_preemptions = draw(
             folder, prompts, params, lookahead=lookahead, kvcache_block_size=4, num_kvcache_blocks=18
         )

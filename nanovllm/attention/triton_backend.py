@@ -70,9 +70,9 @@ def _attend(q, accumulator, row_max, row_sum, k_cache, v_cache, table, start, st
 
 @triton.jit(do_not_specialize=["num_seqs", "table_stride"])
 def _prefill_kernel(q, k_cache, v_cache, out, cu_seqlens_q, cu_seqlens_k, block_tables, scale_log2, num_seqs,
-                    table_stride, q_stride, out_stride, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-                    PAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-                    PRECISION: tl.constexpr):  # fmt: skip
+                    table_stride, q_stride, out_stride, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
+                    HEAD_DIM: tl.constexpr, PAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
+                    TILE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """One program a tile of queries and query head. Tiles are numbered so that tile t of sequence s is
     cu_seqlens_q[s] // ROWS + s + t: at least as many numbers as tiles, found by bisection, no table needed.
     """
@@ -106,7 +106,8 @@ def _prefill_kernel(q, k_cache, v_cache, out, cu_seqlens_q, cu_seqlens_k, block_
         unmasked = (k_len - q_len + first_row + 1) // TILE * TILE
         accumulator, row_max, row_sum = _attend(
             q_tile, accumulator, row_max, row_sum, k_cache + kv_offset, v_cache + kv_offset, table, first_row * 0,
-            unmasked, k_len, last_visible, scale_log2, BLOCK_SIZE, KV_HEADS, HEAD_DIM, TILE, False, PRECISION)  # fmt: skip
+            unmasked, k_len, last_visible, scale_log2, BLOCK_SIZE, KV_HEADS, HEAD_DIM, TILE, False,
+            PRECISION)  # fmt: skip
         accumulator, row_max, row_sum = _attend(
             q_tile, accumulator, row_max, row_sum, k_cache + kv_offset, v_cache + kv_offset, table, unmasked, stop,
             k_len, last_visible, scale_log2, BLOCK_SIZE, KV_HEADS, HEAD_DIM, TILE, True, PRECISION)  # fmt: skip
@@ -220,7 +221,8 @@ class TritonBackend:
             q, k_cache, v_cache, out, context.cu_seqlens_q, context.cu_seqlens_k, context.block_tables,
             scale * math.log2(math.e), num_seqs, context.block_tables.stride(0), q.stride(0), out.stride(0),
             GROUP=num_heads // num_kv_heads, KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PAD_DIM=pad_dim,
-            BLOCK_SIZE=block_size, ROWS=rows, TILE=tile, PRECISION="ieee", num_warps=warps, num_stages=stages)  # fmt: skip
+            BLOCK_SIZE=block_size, ROWS=rows, TILE=tile, PRECISION="ieee", num_warps=warps,
+            num_stages=stages)  # fmt: skip
         return out
 
     def decode(
@@ -241,8 +243,9 @@ class TritonBackend:
             lse = torch.empty((num_rows, num_heads, splits), dtype=torch.float32, device=q.device)
         _decode_kernel[(num_kv_heads, splits, num_rows)](
             q, k_cache, v_cache, out, partials, lse, context.context_lens, context.block_tables,
-            scale * math.log2(math.e), context.block_tables.stride(0), q.stride(0), GROUP=group, PAD_GROUP=max(16, triton.next_power_of_2(group)),
-            KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PAD_DIM=pad_dim, BLOCK_SIZE=block_size,
+            scale * math.log2(math.e), context.block_tables.stride(0), q.stride(0), GROUP=group,
+            PAD_GROUP=max(16, triton.next_power_of_2(group)), KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
+            PAD_DIM=pad_dim, BLOCK_SIZE=block_size,
             TILE=32 if is_float32 else 64, NUM_SPLITS=splits, PRECISION="ieee", num_warps=4,
             num_stages=1 if is_float32 or pad_dim > 128 else 3)  # fmt: skip
         if splits > 1:

@@ -7,6 +7,7 @@ It owns tokenizer, scheduler and model runner and works alone, request by reques
 import dataclasses
 import itertools
 import logging
+import time
 from collections import deque
 from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
@@ -91,8 +92,12 @@ class LLMEngine:
         self.end_token_ids = end_token_ids(tokenizer, model_config)
         self.default_sampling_params = default_sampling_params(model_config)
         self._request_ids, self._seq_ids = itertools.count(), itertools.count()
-        self.num_prompt_tokens = self.num_completion_tokens = 0  # computed and sampled so far
+        self._stats = dict.fromkeys(
+            ("num_prompt_tokens", "num_completion_tokens", "num_prefill_steps", "num_decode_steps", "num_preemptions",
+             "num_prefix_hit_tokens"), 0
+        ) | {"prefill_s": 0.0, "decode_s": 0.0, "wait_s": 0.0}  # fmt: skip
         self._is_closed = False
+        self.scheduler: Scheduler
         self.reset()
 
     def reset(self) -> None:
@@ -159,6 +164,7 @@ class LLMEngine:
             RuntimeError: The engine is closed.
         """
         self.check_open()
+        start = time.perf_counter()
         try:
             head = self.scheduler.waiting[0] if self.scheduler.waiting else None
             while len(self._in_flight) <= self.config.lookahead:
@@ -172,11 +178,16 @@ class LLMEngine:
             num_tokens = 0
             if self._in_flight:
                 seqs, is_prefill, num_tokens, promise = self._in_flight.popleft()
+                waited = time.perf_counter()
                 result = promise.wait()
+                self._count("wait_s", time.perf_counter() - waited)
                 _book_logprobs(seqs, result)
                 self.scheduler.postprocess(seqs, result.token_ids, is_prefill)
-                self.num_prompt_tokens += max(num_tokens, 0)
-                self.num_completion_tokens += sum(token_id is not None for token_id in result.token_ids)
+                self._count("num_prompt_tokens", max(num_tokens, 0))
+                self._count("num_completion_tokens", sum(token_id is not None for token_id in result.token_ids))
+                kind = "prefill" if is_prefill else "decode"
+                self._count(f"num_{kind}_steps", 1)
+                self._count(f"{kind}_s", time.perf_counter() - start)
             finished = self.scheduler.take_finished()
             # Another thread may add requests meanwhile: only what was there before can be stuck.
             is_stuck = self.scheduler.running or (self.scheduler.waiting and self.scheduler.waiting[0] is head)
@@ -186,6 +197,17 @@ class LLMEngine:
         except BaseException:
             self.reset()
             raise
+
+    def stats(self) -> dict[str, float]:
+        """Return counts and seconds since the engine started.
+
+        `num_prompt_tokens` were computed in prefill steps (recomputed ones included), `num_completion_tokens` sampled;
+        `prefill_s` and `decode_s` are the time of such steps, `wait_s` the part in which the host waited.
+        """
+        return dict(self._stats, num_preemptions=self.scheduler.num_preemptions)
+
+    def _count(self, name: str, more: float) -> None:
+        self._stats[name] += more
 
     def is_finished(self) -> bool:
         """Return whether no request waits, runs or has a step under way."""
@@ -268,6 +290,7 @@ class LLMEngine:
             return None
         del self._requests[seq.request_id]
         first = seqs[0]
+        self._count("num_prefix_hit_tokens", first.num_prefix_hit_tokens or 0)
         prompt_logprobs = None
         if first.sampling_params.prompt_logprobs is not None:
             prompt_logprobs = [None, *first.prompt_logprobs]  # nothing predicts the first token

@@ -136,8 +136,9 @@ def prepare_qkv(
     pad_half = triton.next_power_of_2(head_dim // 2)
     _prepare_qkv_kernel[(len(qkv),)](
         qkv, attention.q_norm.weight, attention.k_norm.weight, attention.rotary_emb.cos_sin_cache, positions,
-        slot_mapping, attention.attn.k_cache, attention.attn.v_cache, attention.q_norm.eps, HEADS=heads, KV_HEADS=kv_heads,
-        HEAD_DIM=head_dim, PAD_HEADS=pad_heads, PAD_HALF=pad_half, num_warps=_warps(pad_heads * pad_half))  # fmt: skip
+        slot_mapping, attention.attn.k_cache, attention.attn.v_cache, attention.q_norm.eps, HEADS=heads,
+        KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAD_HEADS=pad_heads, PAD_HALF=pad_half,
+        num_warps=_warps(pad_heads * pad_half))  # fmt: skip
     q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
     return q, k, v
 

@@ -29,8 +29,8 @@ def _philox_gumbel(ids, level, position, sample_index, key_low, key_high):
         k1 = k1 + 0xBB67AE85
     word = ids % 4
     bits = tl.where(word == 0, c0, tl.where(word == 1, c1, tl.where(word == 2, c2, c3)))
-    # v may round to 1, which gives -inf and never wins; near 0, 1 - v would lose v's digits: a series takes over.
-    v = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    # v is kept below 1, as in the twin; near 0, 1 - v would lose v's digits: a series takes over.
+    v = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
     exponential = tl.where(v < 0.0078125, v * (1.0 + v * (0.5 + v * (0.33333334 + v * 0.25))), -tl.log(1.0 - v))
     return -tl.log(exponential)
 

@@ -66,10 +66,10 @@ def philox(counter: tuple[torch.Tensor, ...], key: tuple[torch.Tensor, ...]) -> 
 def gumbel_from_bits(bits: torch.Tensor) -> torch.Tensor:
     """Map 32 random bits to standard Gumbel noise in float32.
 
-    The uniform v = (bits + 0.5) / 2**32 rounds to 1.0 at the top. With -log(-log1p(-v)) that end gives -inf, which
-    never wins; the usual -log(-log(v)) would give +inf there and let an impossible token win.
+    The uniform v = (bits + 0.5) / 2**32 would round to 1.0 at the top and is kept below it: noise of -inf would make a
+    possible token no better than an impossible one, as +inf, from the usual -log(-log(v)), would make it no worse.
     """
-    v = (bits.float() + 0.5) * 2.0**-32
+    v = ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
     return -torch.log(-torch.log1p(-v))
 
 

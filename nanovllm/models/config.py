@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 SUPPORTED_ARCHITECTURES = {"Qwen3ForCausalLM": "nanovllm.models.qwen3:Qwen3ForCausalLM"}
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
 @dataclass(frozen=True)
@@ -54,29 +55,23 @@ class ModelConfig:
             raise ValueError(
                 f"Architecture {architecture!r} is not supported. Supported: {', '.join(SUPPORTED_ARCHITECTURES)}."
             )
-        if raw.get("quantization_config"):
-            method = raw["quantization_config"].get("quant_method", "unnamed")
+        quantization = raw.get("quantization_config")
+        if quantization:
+            method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
             raise ValueError(f"Quantized checkpoints (here: {method!r}) are not supported; use the unquantized one.")
         if raw.get("hidden_act", "silu") != "silu":
             raise ValueError(f"hidden_act={raw['hidden_act']!r} is not supported; supported: 'silu'.")
         if raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or ()):
             raise ValueError("Sliding-window attention is not supported; every layer must use full attention.")
-        missing = [
-            name
-            for name in (
-                "vocab_size",
-                "hidden_size",
-                "intermediate_size",
-                "num_hidden_layers",
-                "num_attention_heads",
-            )
-            if not isinstance(raw.get(name), int) or raw[name] < 1
-        ]
-        if missing:
-            raise ValueError(f"config.json lacks a positive integer for {', '.join(missing)}.")
-        num_heads = raw["num_attention_heads"]
-        num_kv_heads = raw.get("num_key_value_heads") or num_heads
-        head_dim = raw.get("head_dim") or 128  # the architecture's default, whatever hidden_size says
+        sizes: dict[str, Any] = {name: raw.get(name) for name in _SIZES}
+        sizes["num_key_value_heads"] = raw.get("num_key_value_heads") or raw.get("num_attention_heads")
+        sizes["head_dim"] = raw.get("head_dim") or 128  # the architecture's default, whatever hidden_size says
+        wrong = [name for name, n in sizes.items() if isinstance(n, bool) or not isinstance(n, int) or n < 1]
+        if wrong:
+            raise ValueError(f"config.json lacks a positive integer for {', '.join(wrong)}.")
+        num_heads, num_kv_heads, head_dim = (
+            sizes[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
+        )
         if num_heads % num_kv_heads:
             raise ValueError(f"num_attention_heads={num_heads} is no multiple of num_key_value_heads={num_kv_heads}.")
         if head_dim % 2:
@@ -116,11 +111,21 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 def _rope_theta(raw: dict[str, Any]) -> float:
     # transformers 4: rope_theta on top and an optional rope_scaling; transformers 5: all in rope_parameters.
-    parameters = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    rope_type = parameters.get("rope_type", parameters.get("type", "default"))
+    parameters: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        value = raw.get(name) or {}
+        if not isinstance(value, dict):
+            raise ValueError(f"{name}={value!r} in config.json must be an object or null.")
+        parameters |= value
+    # Whatever stands there besides theta changes the embedding, also where it has no type of its own.
+    untyped = "default" if parameters.keys() <= {"rope_theta"} else "unnamed"
+    rope_type = parameters.get("rope_type", parameters.get("type", untyped))
     if rope_type != "default":
         raise ValueError(f"RoPE type {rope_type!r} is not supported; supported: 'default'.")
-    return float(parameters.get("rope_theta", raw.get("rope_theta", 10000.0)))
+    theta = parameters.get("rope_theta", raw.get("rope_theta", 10000.0))
+    if isinstance(theta, bool) or not isinstance(theta, int | float):
+        raise ValueError(f"rope_theta={theta!r} in config.json must be a number.")
+    return float(theta)
 
 
 def _ids(value: Any) -> tuple[int, ...]:

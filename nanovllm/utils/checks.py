@@ -53,7 +53,10 @@ def check_float(name: str, value: Any, low: float, high: float = math.inf, *, ab
     """Return ``value`` as a float; it must be finite and in ``low..high`` (``above``: low itself excluded)."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, not {value!r} ({type(value).__name__}).")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
     if not math.isfinite(number) or number > high or number < low or (above and number == low):
         limits = f"{'above' if above else 'at least'} {low:g}" + ("" if high == math.inf else f" and at most {high:g}")
         raise ValueError(f"{name}={value} is out of range: it must be finite, {limits}.")

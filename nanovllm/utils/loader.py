@@ -110,7 +110,10 @@ def _targets(model: nn.Module) -> Iterator[tuple[str, tuple[torch.Tensor, str | 
 def _weight_files(folder: Path) -> list[Path]:
     index = read_json(folder / "model.safetensors.index.json")
     if index is not None:
-        paths = [folder / name for name in sorted(set(index.get("weight_map", {}).values()))]
+        weight_map = index.get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ValueError(f"model.safetensors.index.json in {str(folder)!r} lacks a weight_map of names to files.")
+        paths = [folder / name for name in sorted(set(weight_map.values()))]
     else:
         paths = sorted(folder.glob("*.safetensors"))
     absent = [path.name for path in paths if not path.exists()]

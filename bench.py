@@ -1,0 +1,212 @@
+"""Throughput of a batch: nano-vLLM's draw on the shapes of Qwen3 (random weights), or a checkpoint of yours.
+
+    python bench.py                                # 256 sequences, 0.6B shapes; without a GPU the embedded model
+    python bench.py --model 8B --num-seqs 64 --attention-backend flash_attn
+    python bench.py --model path/to/Qwen3-0.6B --enforce-eager
+
+The last line is one JSON object. Every figure is also put in relation to the floor: the time that the card needs to
+read the KV of each token's context and the weights of each step, and to multiply, at ceilings measured in this run.
+"""
+
+import argparse
+import functools
+import json
+import platform
+import random
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+PRESETS = {  # hidden, intermediate, layers, query heads, KV heads, tied
+    "0.6B": (1024, 3072, 28, 16, 8, True),
+    "4B": (2560, 9728, 36, 32, 8, True),
+    "8B": (4096, 12288, 36, 32, 8, False),
+}
+
+
+def parse_args(default_model: str) -> argparse.Namespace:
+    """Return the command line's settings."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=default_model, help="0.6B, 4B, 8B (random weights), a folder or a hub id")
+    parser.add_argument("--num-seqs", type=int, default=None, help="sequences (256; 32 for the embedded model)")
+    parser.add_argument("--input-len", type=int, nargs=2, default=(100, 1024), metavar=("MIN", "MAX"))
+    parser.add_argument("--output-len", type=int, nargs=2, default=(100, 1024), metavar=("MIN", "MAX"))
+    parser.add_argument("--max-num-seqs", type=int, default=512)
+    parser.add_argument("--max-model-len", type=int, default=4096)
+    parser.add_argument("--attention-backend", default="auto")
+    parser.add_argument("--lookahead", type=int, default=1)
+    parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--repeat", type=int, default=1, help="runs, each with fresh prompts")
+    return parser.parse_args()
+
+
+def write_preset(name: str, folder: Path) -> None:
+    """Write the config.json of a Qwen3 shape."""
+    hidden, intermediate, layers, heads, kv_heads, tied = PRESETS[name]
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": 151936,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": tied,
+        "torch_dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def measure_ceilings(device: str) -> tuple[float, float]:
+    """Return the device's copy bandwidth in bytes/s (read plus written) and its bf16 matrix rate in flop/s."""
+    import torch
+
+    if device == "cpu":
+        return float("nan"), float("nan")
+
+    def best_s(run: Any, rounds: int) -> float:
+        times = []
+        for _ in range(rounds):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(end) / 1e3)
+        return sorted(times)[len(times) // 2]
+
+    source = torch.ones(1 << 30, dtype=torch.bfloat16, device=device)
+    target = torch.empty_like(source)
+    bandwidth = 2 * source.nbytes / best_s(functools.partial(torch.add, source, 1, out=target), 10)
+    matrix = torch.randn(8192, 8192, dtype=torch.bfloat16, device=device)
+    rate = 2 * 8192**3 / best_s(functools.partial(torch.matmul, matrix, matrix), 20)
+    del source, target, matrix
+    torch.cuda.empty_cache()
+    return bandwidth, rate
+
+
+def floor_s(model: Any, lens: list[tuple[int, int]], max_num_seqs: int, bandwidth: float, rate: float) -> float:
+    """Return the least time for prompts and completions of these lengths.
+
+    Each generated token reads the KV of its whole context, each decode step reads the weights or computes with them,
+    whichever takes longer, and prefill computes two operations a weight and token. 16-bit weights and KV.
+    """
+    per_layer = model.hidden_size * model.head_dim * (2 * model.num_attention_heads + 2 * model.num_key_value_heads)
+    per_layer += 3 * model.hidden_size * model.intermediate_size
+    body = model.num_hidden_layers * per_layer
+    weights = body + model.vocab_size * model.hidden_size
+    kv_bytes = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * 2
+    kv_tokens = sum(out * prompt + out * (out - 1) // 2 for prompt, out in lens)
+    seconds = kv_tokens * kv_bytes / bandwidth + sum(prompt for prompt, _ in lens) * 2 * body / rate
+    waiting = [out - 1 for _, out in reversed(lens)]  # the first token comes from prefill
+    alive: list[int] = []
+    while waiting or alive:  # decode with as many rows as may be alive
+        while waiting and len(alive) < max_num_seqs:
+            alive.append(waiting.pop())
+        steps = max(1, min(alive))
+        seconds += steps * max(2 * weights / bandwidth, 2 * weights * len(alive) / rate)
+        alive = [left - steps for left in alive if left > steps]
+    return seconds
+
+
+def main() -> None:
+    """Run the benchmark and print its figures."""
+    import torch
+    import transformers
+
+    import nanovllm
+    from nanovllm import LLM, SamplingParams
+
+    has_gpu = torch.cuda.is_available()
+    args = parse_args("0.6B" if has_gpu else "embedded")
+    num_seqs = args.num_seqs or (32 if args.model == "embedded" else 256)
+    knobs = {
+        "max_num_seqs": args.max_num_seqs,
+        "max_model_len": args.max_model_len,
+        "attention_backend": args.attention_backend,
+        "enforce_eager": args.enforce_eager,
+        "lookahead": args.lookahead,
+    }
+    device = "cuda" if has_gpu else "cpu"
+    bandwidth, rate = measure_ceilings(device)
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        model = args.model
+        if model in PRESETS:
+            write_preset(model, Path(folder))
+            model, knobs["load_format"] = folder, "dummy"
+        llm = LLM(model, **knobs)
+    startup_s = time.perf_counter() - start
+    config = llm.engine.model_config
+    most = min(10000, config.vocab_size - 1)
+    rng = random.Random(args.seed)
+    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3), use_tqdm=False)  # one tiny call first
+    for _ in range(args.repeat):
+        # nano-vLLM's draw: each prompt's length, then its ids; then all output lengths.
+        prompts = [[rng.randint(0, most) for _ in range(rng.randint(*args.input_len))] for _ in range(num_seqs)]
+        params = [
+            SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=rng.randint(*args.output_len)) for _ in prompts
+        ]
+        before = llm.stats()
+        start = time.perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        elapsed = time.perf_counter() - start
+        stats = {name: value - before[name] for name, value in llm.stats().items()}
+        tokens_in = sum(len(prompt) for prompt in prompts)
+        tokens_out = sum(len(output.token_ids) for output in outputs)  # what was really generated
+        lens = [(len(prompt), len(output.token_ids)) for prompt, output in zip(prompts, outputs, strict=True)]
+        floor = floor_s(config, lens, args.max_num_seqs, bandwidth, rate) if has_gpu else float("nan")
+        steps = max(1, stats["num_decode_steps"] + stats["num_prefill_steps"])
+        result = {
+            "model": args.model,
+            "backend": llm.engine.model_runner.backend.name,
+            "num_seqs": num_seqs,
+            "prompt_tokens": tokens_in,
+            "output_tokens": tokens_out,
+            "elapsed_s": round(elapsed, 3),
+            "tok_per_s": round(tokens_out / elapsed, 1),
+            "floor_s": round(floor, 3) if has_gpu else None,
+            "floor_share": round(floor / elapsed, 4) if has_gpu else None,
+            "prefill_tok_per_s": round(tokens_in / max(stats["prefill_s"], 1e-9), 1),
+            "decode_tok_per_s": round(tokens_out / max(stats["decode_s"], 1e-9), 1),
+            "host_ms_per_step": round((elapsed - stats["wait_s"]) / steps * 1e3, 3),
+            "wait_ms_per_step": round(stats["wait_s"] / steps * 1e3, 3),
+            "decode_steps": stats["num_decode_steps"],
+            "prefill_steps": stats["num_prefill_steps"],
+            "preemptions": stats["num_preemptions"],
+            "prefix_hit_rate": round(stats["num_prefix_hit_tokens"] / tokens_in, 4),
+            "startup_s": round(startup_s, 2),
+            "copy_tb_per_s": round(bandwidth / 1e12, 3) if has_gpu else None,
+            "matrix_tflop_per_s": round(rate / 1e12, 1) if has_gpu else None,
+            "settings": {**knobs, "num_kvcache_blocks": llm.engine.config.num_kvcache_blocks},
+            "device": torch.cuda.get_device_name() if has_gpu else platform.processor() or platform.machine(),
+            "versions": {
+                "nanovllm": nanovllm.__version__,
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                "python": platform.python_version(),
+            },
+        }
+        print(f"Total: {tokens_out}tok, Time: {elapsed:.2f}s, Throughput: {tokens_out / elapsed:.2f}tok/s")
+        for name in (
+            "prefill_tok_per_s",
+            "decode_tok_per_s",
+            "floor_share",
+            "host_ms_per_step",
+            "wait_ms_per_step",
+            "startup_s",
+            "preemptions",
+            "prefix_hit_rate",
+        ):
+            print(f"  {name:20} {result[name]}")
+        print(json.dumps(result))
+    llm.close()
+
+
+if __name__ == "__main__":
+    main()
