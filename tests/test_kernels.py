@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.attention.triton_backend import TritonBackend, num_splits
-from nanovllm.kernels import pointwise
+from nanovllm.kernels.pointwise import TritonQwen3Attention, TritonRMSNorm, TritonSiluAndMul
 from nanovllm.kernels.sampler import sample
 from nanovllm.kernels.store_kvcache import store_kvcache
 from nanovllm.layers.activation import SiluAndMul
@@ -185,13 +185,13 @@ def test_kv_goes_to_slots_behind_two_to_the_31_elements():
 @pytest.mark.parametrize("size", [1, 50, 1024, 2560])
 def test_rms_norm_equals_its_twin_and_leaves_its_inputs(size, dtype):
     norm = RMSNorm(size).to(DEVICE)
+    kernel = TritonRMSNorm(size).to(DEVICE)
     norm.weight.data = torch.randn(size).to(DEVICE, dtype)
+    kernel.weight = norm.weight
     x, residual = (torch.randn(7, size).to(DEVICE, dtype) for _ in range(2))
     before = x.clone(), residual.clone()
-    assert_close(pointwise.rms_norm(norm, x), norm.rms_forward(x), dtype)
-    for actual, expected in zip(
-        pointwise.add_rms_norm(norm, x, residual), norm.add_rms_forward(x, residual), strict=True
-    ):
+    assert_close(kernel(x), norm.rms_forward(x), dtype)
+    for actual, expected in zip(kernel(x, residual), norm.add_rms_forward(x, residual), strict=True):
         assert_close(actual, expected, dtype)
     assert torch.equal(x, before[0]) and torch.equal(residual, before[1])
 
@@ -200,7 +200,7 @@ def test_rms_norm_equals_its_twin_and_leaves_its_inputs(size, dtype):
 @pytest.mark.parametrize("size", [1, 130, 3072])
 def test_silu_and_mul_equals_its_twin(size, dtype):
     x = torch.randn(5, 2 * size).to(DEVICE, dtype)
-    assert_close(pointwise.silu_and_mul(x), SiluAndMul()(x), dtype)
+    assert_close(TritonSiluAndMul()(x), SiluAndMul()(x), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -214,7 +214,7 @@ def test_norm_rotation_and_store_in_one_kernel_equal_their_twins(num_heads, num_
     qkv = torch.randn(6, num_heads + 2 * num_kv_heads, head_dim).to(DEVICE, dtype)
     positions = torch.tensor([0, 5, 63, 1, 2, 9], device=DEVICE)
     results = []
-    for prepare in (Qwen3Attention.prepare_qkv, pointwise.prepare_qkv):
+    for prepare in (Qwen3Attention.prepare_qkv, TritonQwen3Attention.prepare_qkv):
         cache = torch.full((2, 4, 16, num_kv_heads, head_dim), float("nan"), dtype=dtype, device=DEVICE)
         attention.attn.k_cache, attention.attn.v_cache = cache
         with step_context(Context(slot_mapping=torch.tensor([3, -1, 40, 0, 63, -1], device=DEVICE))):

@@ -49,7 +49,7 @@ class CudaDevice(CpuDevice):
 
     def download(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """See `CpuDevice`."""
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         host.copy_(tensor, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
@@ -66,6 +66,7 @@ class CudaDevice(CpuDevice):
         Raises:
             ValueError: Not even one block fits; says where the memory is.
         """
+        torch.cuda.empty_cache()  # what an earlier engine left in the allocator is free
         prefill_bytes, decode_bytes = runner.warmup_model(config)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
@@ -99,6 +100,11 @@ class CudaDevice(CpuDevice):
     def replay(self, step: StepInput) -> tuple[torch.Tensor, torch.Tensor] | None:
         """See `CpuDevice`."""
         return None if self._graphs is None else self._graphs.replay(step)
+
+    def close(self) -> None:
+        """See `CpuDevice`."""
+        self._graphs = None
+        torch.cuda.empty_cache()
 
     def describe(self) -> str:
         """See `CpuDevice`."""

@@ -84,7 +84,9 @@ class DecodeGraphs:
     def _fill(self, graph: _Graph, step: StepInput) -> None:
         """Send a step's arrays to the device as one packet; padding rows have slot -1 and length 0."""
         size, num_rows = graph.size, len(step.input_ids)
-        host = torch.zeros(graph.packet.shape, dtype=torch.int32, pin_memory=True)  # kept until the copy is done
+        host = torch.zeros(
+            graph.packet.shape, dtype=torch.int32, device="cpu", pin_memory=True
+        )  # kept until the copy is done
         packet = host.numpy()
         rows = packet[: len(_ROW_FIELDS) * size].reshape(len(_ROW_FIELDS), size)
         for row, name in zip(rows, _ROW_FIELDS, strict=True):

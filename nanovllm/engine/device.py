@@ -59,6 +59,9 @@ class CpuDevice:
         """Run a captured decode step: logits and sampled tokens; None if there is none for it."""
         return None
 
+    def close(self) -> None:
+        """Give memory back."""
+
     def describe(self) -> str:
         """Return what a start-up line says of memory and graphs."""
         return ""

@@ -220,7 +220,7 @@ class LLMEngine:
 
     def exit(self) -> None:
         """Let go of weights, cache and requests; any number of times."""
-        if not getattr(self, "_is_closed", True):
+        if not getattr(self, "_is_closed", True):  # an engine that could not be built has nothing to close
             self._is_closed = True
             self.reset()
             self.model_runner.exit()

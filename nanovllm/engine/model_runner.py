@@ -7,6 +7,7 @@ sequences run.
 import dataclasses
 import functools
 import logging
+import sys
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
@@ -235,16 +236,16 @@ class ModelRunner:
         tables = _block_tables(seqs)
         blocks = tables[np.repeat(np.arange(len(seqs)), lens), positions // self.block_size].astype(np.int64)
         cu_seqlens_q = np.concatenate(([0], np.cumsum(lens)))
-        last_index = {seq.seq_id: index for seq, index in zip(seqs, cu_seqlens_q[1:] - 1, strict=True)}
-        rows: list[Sequence] = []  # a fork samples from the same logits as the sequence whose prefill it shares
-        for seq, end in zip(seqs, ends, strict=True):
+        rows: list[tuple[Sequence, int]] = []
+        copies: list[tuple[int, int]] = []
+        for seq, end, last in zip(seqs, ends, cu_seqlens_q[1:] - 1, strict=True):
             if end == seq.num_tokens:
-                rows += [seq, *(fork for fork in forks if fork.forked_from is seq)]
-        copies = [
-            (fork.forked_from.block_table[-1], fork.block_table[-1])
-            for fork in forks
-            if fork.forked_from and fork.num_cached_tokens % self.block_size
-        ]
+                rows.append((seq, last))
+            for fork in forks:  # it samples from the same logits as the sequence whose prefill it shares
+                if fork.forked_from is seq:
+                    rows.append((fork, last))
+                    if end % self.block_size:
+                        copies.append((seq.block_table[-1], fork.block_table[-1]))
         return StepInput(
             input_ids=np.array(
                 [token for seq, a, b in zip(seqs, starts, ends, strict=True) for token in seq.token_ids[a:b]], np.int64
@@ -256,7 +257,7 @@ class ModelRunner:
             cu_seqlens_k=np.concatenate(([0], np.cumsum(ends))).astype(np.int32),
             context_lens=None,
             block_copies=np.array(copies, np.int64) if copies else None,
-            **_sampling_arrays(rows, [last_index[(seq.forked_from or seq).seq_id] for seq in rows]),
+            **_sampling_arrays([seq for seq, _ in rows], [last for _, last in rows]),
         )
 
     def prepare_decode(self, seqs: SequenceOf[Sequence]) -> StepInput:
@@ -287,9 +288,15 @@ class ModelRunner:
 
     def exit(self) -> None:
         """Let go of weights and cache."""
-        for name in ("model", "kv_cache", "_last_tokens", "device_ops"):
+        for name in ("model", "kv_cache", "_last_tokens"):
             if hasattr(self, name):
                 delattr(self, name)
+        if hasattr(self, "device_ops"):  # not if it could not be built
+            self.device_ops.close()
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.exit()
 
     def _context(self, step: StepInput) -> Context:
         return Context(

@@ -1,9 +1,7 @@
 """The pointwise work of a layer, fused: what lies between two matrix products or attention is one kernel each.
 
-Twins: `RMSNorm`, `SiluAndMul` and `Qwen3Attention.prepare_qkv` in plain torch, replaced by `install_kernels`.
+Each class is a heir of its twin in plain torch, whose place `install_kernels` gives it.
 """
-
-import functools
 
 import torch
 import triton
@@ -31,37 +29,27 @@ def _rms_norm_kernel(x, residual, weight, out, new_residual, eps, SIZE: tl.const
     tl.store(out + row + columns, normed.to(out.dtype.element_ty), mask=mask)
 
 
-def rms_norm(norm: RMSNorm, x: torch.Tensor) -> torch.Tensor:
-    """See `RMSNorm.rms_forward`; ``x`` is contiguous in its last dimension."""
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    size = x.size(-1)
-    pad = triton.next_power_of_2(size)
-    _rms_norm_kernel[(x.numel() // size,)](
-        x, x, norm.weight, out, out, norm.eps, SIZE=size, PAD=pad, HAS_RESIDUAL=False, num_warps=_warps(pad)
-    )
-    return out
+class TritonRMSNorm(RMSNorm):
+    """`RMSNorm` in one kernel a call; inputs are left as they are."""
 
+    def rms_forward(self, x: torch.Tensor) -> torch.Tensor:
+        """See `RMSNorm.rms_forward`."""
+        return self._run(x, None)[0]
 
-def add_rms_norm(norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `RMSNorm.add_rms_forward`; both inputs [num_tokens, hidden], contiguous, and left as they are."""
-    assert x.is_contiguous() and residual.is_contiguous()
-    out, new_residual = torch.empty_like(x), torch.empty_like(x)
-    size = x.size(-1)
-    pad = triton.next_power_of_2(size)
-    _rms_norm_kernel[(x.numel() // size,)](
-        x,
-        residual,
-        norm.weight,
-        out,
-        new_residual,
-        norm.eps,
-        SIZE=size,
-        PAD=pad,
-        HAS_RESIDUAL=True,
-        num_warps=_warps(pad),
-    )
-    return out, new_residual
+    def add_rms_forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `RMSNorm.add_rms_forward`."""
+        return self._run(x, residual)
+
+    def _run(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        assert x.is_contiguous() and (residual is None or residual.is_contiguous())
+        size = x.size(-1)
+        pad = triton.next_power_of_2(size)
+        out = torch.empty_like(x)
+        total = out if residual is None else torch.empty_like(x)
+        _rms_norm_kernel[(x.numel() // size,)](
+            x, x if residual is None else residual, self.weight, out, total, self.eps, SIZE=size, PAD=pad,
+            HAS_RESIDUAL=residual is not None, num_warps=_warps(pad))  # fmt: skip
+        return out, total
 
 
 @triton.jit
@@ -74,14 +62,19 @@ def _silu_and_mul_kernel(x, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + row * SIZE + columns, (gate / (1 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=mask)
 
 
-def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """See `SiluAndMul.forward`; ``x`` [num_tokens, 2 * size], contiguous."""
-    assert x.is_contiguous()
-    size = x.size(-1) // 2
-    out = torch.empty((*x.shape[:-1], size), dtype=x.dtype, device=x.device)
-    block = min(1024, triton.next_power_of_2(size))
-    _silu_and_mul_kernel[(out.numel() // size, triton.cdiv(size, block))](x, out, SIZE=size, BLOCK=block, num_warps=4)
-    return out
+class TritonSiluAndMul(SiluAndMul):
+    """`SiluAndMul` in one kernel."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """See `SiluAndMul.forward`."""
+        assert x.is_contiguous()
+        size = x.size(-1) // 2
+        out = torch.empty((*x.shape[:-1], size), dtype=x.dtype, device=x.device)
+        block = min(1024, triton.next_power_of_2(size))
+        _silu_and_mul_kernel[(out.numel() // size, triton.cdiv(size, block))](
+            x, out, SIZE=size, BLOCK=block, num_warps=4
+        )
+        return out
 
 
 @triton.jit
@@ -125,34 +118,31 @@ def _prepare_qkv_kernel(qkv, q_weight, k_weight, cos_sin, positions, slot_mappin
     tl.store(v_cache + at + HALF, y2, mask=stored & is_v)
 
 
-def prepare_qkv(
-    attention: Qwen3Attention, positions: torch.Tensor, qkv: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `Qwen3Attention.prepare_qkv`; ``qkv`` [num_tokens, heads, head_dim], contiguous, is overwritten."""
-    assert qkv.is_contiguous()
-    slot_mapping = get_context().slot_mapping
-    heads, kv_heads, head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
-    pad_heads = triton.next_power_of_2(heads + 2 * kv_heads)
-    pad_half = triton.next_power_of_2(head_dim // 2)
-    _prepare_qkv_kernel[(len(qkv),)](
-        qkv, attention.q_norm.weight, attention.k_norm.weight, attention.rotary_emb.cos_sin_cache, positions,
-        slot_mapping, attention.attn.k_cache, attention.attn.v_cache, attention.q_norm.eps, HEADS=heads,
-        KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAD_HEADS=pad_heads, PAD_HALF=pad_half,
-        num_warps=_warps(pad_heads * pad_half))  # fmt: skip
-    q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
-    return q, k, v
+class TritonQwen3Attention(Qwen3Attention):
+    """`Qwen3Attention` with norm, rotation and KV store of q, k and v in one kernel."""
+
+    def prepare_qkv(
+        self, positions: torch.Tensor, qkv: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `Qwen3Attention.prepare_qkv`; ``qkv`` is overwritten."""
+        assert qkv.is_contiguous()
+        pad_heads = triton.next_power_of_2(self.num_heads + 2 * self.num_kv_heads)
+        pad_half = triton.next_power_of_2(self.head_dim // 2)
+        _prepare_qkv_kernel[(len(qkv),)](
+            qkv, self.q_norm.weight, self.k_norm.weight, self.rotary_emb.cos_sin_cache, positions,
+            get_context().slot_mapping, self.attn.k_cache, self.attn.v_cache, self.q_norm.eps, HEADS=self.num_heads,
+            KV_HEADS=self.num_kv_heads, HEAD_DIM=self.head_dim, PAD_HEADS=pad_heads, PAD_HALF=pad_half,
+            num_warps=_warps(pad_heads * pad_half))  # fmt: skip
+        q, k, v = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        return q, k, v
 
 
 def install_kernels(model: nn.Module) -> None:
     """Let a CUDA model's pointwise work run in these kernels instead of plain torch."""
     for module in model.modules():
-        if isinstance(module, RMSNorm):
-            module.rms_forward = functools.partial(rms_norm, module)  # type: ignore[method-assign]
-            module.add_rms_forward = functools.partial(add_rms_norm, module)  # type: ignore[method-assign]
-        elif isinstance(module, SiluAndMul):
-            module.forward = silu_and_mul  # type: ignore[method-assign]
-        elif isinstance(module, Qwen3Attention):
-            module.prepare_qkv = functools.partial(prepare_qkv, module)  # type: ignore[method-assign]
+        for kernel_class in (TritonRMSNorm, TritonSiluAndMul, TritonQwen3Attention):
+            if type(module) is kernel_class.__base__:
+                module.__class__ = kernel_class  # the same parameters, other methods
 
 
 def _warps(elements: int) -> int:
