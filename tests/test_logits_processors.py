@@ -37,7 +37,7 @@ def make_seq(params, prompt=(1,), completion=(), seq_id=0, pending=0):
     return seq
 
 
-def process(logits, seqs, last_rows=None, last_tokens=(), end_token_ids=()):
+def process(logits, seqs, last_rows=None, last_tokens=(0,), end_token_ids=()):
     extras = build_extras(seqs, last_rows or {}, end_token_ids, logits.size(1), CPU)
     assert extras is not None
     return process_logits(logits, extras, torch.tensor(last_tokens, dtype=torch.int64))
