@@ -114,6 +114,40 @@ def floor_s(model: Any, lens: list[tuple[int, int]], max_num_seqs: int, bandwidt
     return seconds
 
 
+def steady_decode(llm: Any, num_rows: int, num_steps: int = 200) -> dict[str, float]:
+    """Decode ``num_rows`` rows for a while; return the step's time, and the share of it in which the GPU idles."""
+    import torch
+
+    from nanovllm import SamplingParams
+
+    device, rng = llm.engine.model_runner.device_ops, random.Random(1)
+    params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=num_steps + 40)
+    for _ in range(num_rows):
+        llm.add_request([rng.randint(0, 9999) for _ in range(rng.randint(100, 850))], params)
+    while llm.engine.stats()["num_decode_steps"] < 10 or llm.engine.scheduler.waiting or llm.step()[1] > 0:
+        llm.step()
+    for _ in range(10):
+        llm.step()
+    torch.cuda.synchronize()
+    before, device.replay_events = llm.stats(), []
+    start = time.perf_counter()
+    for _ in range(num_steps):
+        llm.step()
+    elapsed, after = time.perf_counter() - start, llm.stats()
+    torch.cuda.synchronize()
+    busy = sum(first.elapsed_time(last) for first, last in device.replay_events) / 1e3
+    num_replays, device.replay_events = len(device.replay_events), None
+    while not llm.is_finished():
+        llm.step()
+    return {
+        "rows": num_rows,
+        "step_ms": round(elapsed / num_steps * 1e3, 3),
+        "replay_ms": round(busy / num_replays * 1e3, 3),
+        "gpu_idle_share": round(1 - busy / num_replays / (elapsed / num_steps), 4),
+        "host_ms_per_step": round((elapsed - after["wait_s"] + before["wait_s"]) / num_steps * 1e3, 3),
+    }
+
+
 def main() -> None:
     """Run the benchmark and print its figures."""
     import torch
@@ -162,6 +196,8 @@ def main() -> None:
         lens = [(len(prompt), len(output.token_ids)) for prompt, output in zip(prompts, outputs, strict=True)]
         floor = floor_s(config, lens, args.max_num_seqs, bandwidth, rate) if has_gpu else float("nan")
         steps = max(1, stats["num_decode_steps"] + stats["num_prefill_steps"])
+        is_graphed = has_gpu and not llm.engine.model_runner.is_eager
+        steady = steady_decode(llm, min(num_seqs, args.max_num_seqs)) if is_graphed else {}
         result = {
             "model": args.model,
             "backend": llm.engine.model_runner.backend.name,
@@ -175,6 +211,8 @@ def main() -> None:
             "prefill_tok_per_s": round(tokens_in / max(stats["prefill_s"], 1e-9), 1),
             "decode_tok_per_s": round(tokens_out / max(stats["decode_s"], 1e-9), 1),
             "host_ms_per_step": round((elapsed - stats["wait_s"]) / steps * 1e3, 3),
+            "gpu_idle_share": steady.get("gpu_idle_share"),
+            "steady_decode": steady,
             "wait_ms_per_step": round(stats["wait_s"] / steps * 1e3, 3),
             "decode_steps": stats["num_decode_steps"],
             "prefill_steps": stats["num_prefill_steps"],
@@ -198,7 +236,7 @@ def main() -> None:
             "decode_tok_per_s",
             "floor_share",
             "host_ms_per_step",
-            "wait_ms_per_step",
+            "gpu_idle_share",
             "startup_s",
             "preemptions",
             "prefix_hit_rate",

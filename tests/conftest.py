@@ -1,21 +1,46 @@
 """Fixtures that all tests share."""
 
+import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import TinyConfig, load_reference
 
 # Models this small spend more time waiting for a second thread than computing, above all on a busy machine.
 # Set before torch is imported; threads change no result that a test may rely on.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from tiny_models import TinyConfig, load_reference
+
+from nanovllm.config import Config
+from nanovllm.engine.llm_engine import settle_config
+from nanovllm.models.config import ModelConfig
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on the CPU; read when triton is imported
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", help="where engines of tests that name no device run, in float32")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Settle "auto" to one device and float32, so that a machine with a GPU runs the same tests as one without."""
+    device = request.config.getoption("--device")
+
+    def settle(config: Config, model_config: ModelConfig) -> Config:
+        chosen = {"device": device} if config.device == "auto" else {}
+        if config.dtype == "auto" and chosen:
+            chosen["dtype"] = "float32"
+        return settle_config(dataclasses.replace(config, **chosen), model_config)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nanovllm.engine.llm_engine.settle_config", settle)
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,21 +5,24 @@ import importlib.util
 from nanovllm.layers.attention import AttentionBackend
 
 
-def create_backend(name: str, device_type: str) -> AttentionBackend:
-    """Return the backend that the knob and the device ask for.
+def create_backend(name: str, device_type: str, block_size: int | None = None) -> AttentionBackend:
+    """Return the backend that the knobs and the device ask for.
 
-    "auto" is torch on a CPU; on CUDA triton where it is installed, else flash_attn.
+    "auto" is torch on a CPU; on CUDA triton where it is installed and takes the block size asked for, else flash_attn
+    or torch.
 
     Args:
         name: "auto" or a backend's name.
         device_type: "cpu" or "cuda".
+        block_size: The block size asked for, if any.
 
     Raises:
         ValueError: The backend does not run on the device, or its package is not installed.
     """
     if name == "auto":
-        has_triton = importlib.util.find_spec("triton") is not None
-        name = "torch" if device_type == "cpu" else "triton" if has_triton else "flash_attn"
+        name = "torch" if device_type == "cpu" or not _is_power_of_two_from_16(block_size or 256) else "triton"
+        if name == "triton" and importlib.util.find_spec("triton") is None:
+            name = "flash_attn"
     if name == "torch":
         from nanovllm.attention.torch_backend import TorchBackend
 
@@ -35,3 +38,7 @@ def create_backend(name: str, device_type: str) -> AttentionBackend:
     from nanovllm.attention.flash_attn_backend import FlashAttnBackend
 
     return FlashAttnBackend()
+
+
+def _is_power_of_two_from_16(size: int) -> bool:
+    return size >= 16 and size & (size - 1) == 0

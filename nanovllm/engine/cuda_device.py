@@ -33,6 +33,7 @@ class CudaDevice(CpuDevice):
             self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self.sample = sample
         self._graphs: DecodeGraphs | None = None
+        self.replay_events: list[tuple[Any, Any]] | None = None  # a list here collects start and end of each replay
         self._notes: list[str] = []
 
     def active(self) -> AbstractContextManager[Any]:
@@ -99,7 +100,16 @@ class CudaDevice(CpuDevice):
 
     def replay(self, step: StepInput) -> tuple[torch.Tensor, torch.Tensor] | None:
         """See `CpuDevice`."""
-        return None if self._graphs is None else self._graphs.replay(step)
+        if self._graphs is None:
+            return None
+        if self.replay_events is None:
+            return self._graphs.replay(step)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        result = self._graphs.replay(step)
+        end.record()
+        self.replay_events.append((start, end))
+        return result
 
     def close(self) -> None:
         """See `CpuDevice`."""

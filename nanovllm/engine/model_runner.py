@@ -56,7 +56,9 @@ class ModelRunner:
         self.model_config = model_config
         self.end_token_ids = end_token_ids
         self.dtype: torch.dtype = getattr(torch, config.dtype)
-        self.backend = create_backend(config.attention_backend, config.device.partition(":")[0])
+        self.backend = create_backend(
+            config.attention_backend, config.device.partition(":")[0], config.kvcache_block_size
+        )
         self.block_size = config.kvcache_block_size or self.backend.default_block_size
         self.backend.check(self.block_size, self.dtype)
         self.max_blocks = -(-config.max_model_len // self.block_size)  # of one sequence
