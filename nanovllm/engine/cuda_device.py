@@ -37,11 +37,9 @@ class CudaDevice(CpuDevice):
         self._notes: list[str] = []
 
     def active(self) -> AbstractContextManager[Any]:
-        """See `CpuDevice`."""
         return torch.cuda.device(self.torch_device)
 
     def optimize(self, model: nn.Module) -> None:
-        """See `CpuDevice`."""
         pointwise.install_kernels(model)
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
@@ -49,7 +47,6 @@ class CudaDevice(CpuDevice):
         return torch.from_numpy(array).pin_memory().to(self.torch_device, non_blocking=True)
 
     def download(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """See `CpuDevice`."""
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         host.copy_(tensor, non_blocking=True)
         done = torch.cuda.Event()
@@ -84,7 +81,7 @@ class CudaDevice(CpuDevice):
             f"{prefill_bytes / gib:.2f} activations",
             f"{graph_bytes / gib:.2f} for {len(sizes)} graphs",
         ]
-        if available < block_bytes:
+        if available < block_bytes and config.num_kvcache_blocks in (None, -1):
             raise ValueError(
                 f"No KV block of {block_bytes / 2**20:.1f} MiB fits: {', '.join(self._notes)} GiB. Raise "
                 f"gpu_memory_utilization={config.gpu_memory_utilization}, free the card, or lower "
@@ -93,13 +90,11 @@ class CudaDevice(CpuDevice):
         return available // block_bytes
 
     def capture(self, runner: "ModelRunner", config: Config) -> None:
-        """See `CpuDevice`."""
         if not runner.is_eager:
             self._graphs = DecodeGraphs(runner, graph_sizes(config.max_num_seqs))
             self._notes.append(f"captured in {self._graphs.capture_s:.1f} s")
 
     def replay(self, step: StepInput) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """See `CpuDevice`."""
         if self._graphs is None:
             return None
         if self.replay_events is None:
@@ -112,12 +107,10 @@ class CudaDevice(CpuDevice):
         return result
 
     def close(self) -> None:
-        """See `CpuDevice`."""
         self._graphs = None
         torch.cuda.empty_cache()
 
     def describe(self) -> str:
-        """See `CpuDevice`."""
         return "; " + ", ".join(self._notes) if self._notes else ""
 
 

@@ -59,7 +59,7 @@ class DecodeGraphs:
         pool = None
         for size in reversed(sizes):
             graph = _Graph(size, self._max_blocks, runner.device)
-            self._fill(graph, runner.idle_decode_step(size))
+            self._fill(graph, runner.idle_step(np.ones(size, np.int64), is_prefill=False))
             inputs = self._unpack(graph)
             runner.decode_packet(*inputs)  # compiles and settles libraries outside of the capture
             torch.cuda.synchronize()

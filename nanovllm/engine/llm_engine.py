@@ -34,23 +34,19 @@ Prompt = str | SequenceOf[int]
 
 
 class Promise(Protocol):
-    """A step's results, which may still be on their way."""
+    """A step's results, which may still be on their way; `wait` returns them once they are known."""
 
-    def wait(self) -> StepOutput:
-        """Return them once they are known."""
+    def wait(self) -> StepOutput: ...
 
 
 class Runner(Protocol):
-    """What the engine needs of a model runner."""
+    """What the engine needs of a model runner; see `ModelRunner`."""
 
     num_blocks: int
     block_size: int
 
-    def run(self, seqs: SequenceOf[Sequence], is_prefill: bool) -> Promise:
-        """Launch one step."""
-
-    def exit(self) -> None:
-        """Let go of everything."""
+    def run(self, seqs: SequenceOf[Sequence], is_prefill: bool) -> Promise: ...
+    def exit(self) -> None: ...
 
 
 class LLMEngine:

@@ -65,29 +65,33 @@ class ModelRunner:
         self.is_eager = config.enforce_eager or not self.backend.can_capture
         self.device_ops = create_device(config)
         self.device = self.device_ops.torch_device
-        with torch.inference_mode(), self.device_ops.active(), _defaults(self.device, self.dtype):
-            # The last step's samples, and where each sequence stands in them.
-            self._last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64)
-            self._last_rows: dict[int, int] = {}
-            self.model = model_class(model_config.architecture)(model_config, config.max_model_len)
-            if config.load_format == "dummy":
-                fill_with_random_weights(self.model, config.seed % 2**32)
-            else:
-                load_model(self.model, folder)
-            num_weight_bytes = sum(p.numel() * p.element_size() for p in self.model.parameters())
-            self.device_ops.optimize(self.model)
-            self.num_blocks = self.allocate_kv_cache(config)
-            self.device_ops.capture(self, config)
+        try:
+            with torch.inference_mode(), self.device_ops.active(), _defaults(self.device, self.dtype):
+                self._build(config, folder)
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"{config.model!r} in {config.dtype} with max_num_batched_tokens={config.max_num_batched_tokens} and "
+                f"max_num_seqs={config.max_num_seqs} does not fit on {self.device}: {str(error).splitlines()[0]} "
+                "Free the card, lower these, or take a smaller model."
+            ) from error
+
+    def _build(self, config: Config, folder: Path) -> None:
+        # The last step's samples, and where each sequence stands in them.
+        self._last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64)
+        self._last_rows: dict[int, int] = {}
+        self.model = model_class(self.model_config.architecture)(self.model_config, config.max_model_len)
+        if config.load_format == "dummy":
+            fill_with_random_weights(self.model, config.seed % 2**32)
+        else:
+            load_model(self.model, folder)
+        weight_mb = sum(p.numel() * p.element_size() for p in self.model.parameters()) / 1e6
+        self.device_ops.optimize(self.model)
+        self.num_blocks = self.allocate_kv_cache(config)
+        self.device_ops.capture(self, config)
+        blocks = f"{self.num_blocks} KV blocks of {self.block_size} tokens ({self.kv_cache.nbytes / 1e6:.1f} MB)"
         logger.info(
-            "%s on %s: %.1f MB of weights, %d KV blocks of %d tokens (%.1f MB), attention backend %s%s",
-            model_config.architecture,
-            self.device,
-            num_weight_bytes / 1e6,
-            self.num_blocks,
-            self.block_size,
-            self.kv_cache.numel() * self.kv_cache.element_size() / 1e6,
-            self.backend.name,
-            self.device_ops.describe(),
+            f"{self.model_config.architecture} on {self.device}: {weight_mb:.1f} MB of weights, {blocks}, "
+            f"attention backend {self.backend.name}{self.device_ops.describe()}"
         )
 
     def allocate_kv_cache(self, config: Config) -> int:
@@ -117,63 +121,44 @@ class ModelRunner:
         return num_blocks
 
     def warmup_model(self, config: Config) -> tuple[int, int]:
-        """Run the largest steps once on a GPU, which compiles kernels; return the peak bytes of prefill and decode.
-
-        Nothing is written: all slots are -1, and block tables name the one block there is.
-        """
+        """Run the largest steps once on a GPU, which compiles kernels; return the peak bytes of prefill and decode."""
         from nanovllm.engine.cuda_device import peak_bytes
 
         num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * (config.max_model_len - 1))
-        peaks = []
         # Few long sequences compile the kernels for long contexts, many short ones need the most logits.
-        for num_seqs in (-(-num_tokens // (config.max_model_len - 1)), min(config.max_num_seqs, num_tokens)):
-            lens = np.full(num_seqs, num_tokens // num_seqs)
-            lens[: num_tokens % num_seqs] += 1
-            ends = np.cumsum(lens)
-            cu_seqlens = np.concatenate(([0], ends)).astype(np.int32)
-            step = StepInput(
-                input_ids=np.zeros(num_tokens, np.int64),
-                positions=np.concatenate([np.arange(length) for length in lens]),
-                slot_mapping=np.full(num_tokens, -1, np.int64),
-                block_tables=np.zeros((num_seqs, self.max_blocks), np.int32) if self.backend.always_paged else None,
-                cu_seqlens_q=cu_seqlens,
-                cu_seqlens_k=cu_seqlens,
-                context_lens=None,
-                **_sampling_arrays([Sequence([0])] * num_seqs, ends - 1),
-            )
-            peaks.append(peak_bytes(functools.partial(self._run_eager, step)))
-        decode = peak_bytes(functools.partial(self._run_eager, self.idle_decode_step(config.max_num_seqs)))
-        size = 1
-        while self.is_eager and size < config.max_num_seqs:  # each number of splits is a kernel of its own
-            self._run_eager(self.idle_decode_step(size))
-            size *= 2
-        return max(peaks), decode
+        counts = (-(-num_tokens // (config.max_model_len - 1)), min(config.max_num_seqs, num_tokens))
+        lens = [np.full(n, num_tokens // n) + (np.arange(n) < num_tokens % n) for n in counts]
+        prefill = max(peak_bytes(functools.partial(self._run_eager, self.idle_step(n, is_prefill=True))) for n in lens)
+        sizes = [
+            1 << i for i in range(config.max_num_seqs.bit_length())
+        ]  # each number of splits is a kernel of its own
+        for size in sizes if self.is_eager else ():
+            self._run_eager(self.idle_step(np.ones(min(size, config.max_num_seqs), np.int64), is_prefill=False))
+        largest = self.idle_step(np.ones(config.max_num_seqs, np.int64), is_prefill=False)
+        return prefill, peak_bytes(functools.partial(self._run_eager, largest))
 
-    def idle_decode_step(self, num_rows: int) -> StepInput:
-        """Return a decode step of one-token contexts that writes nothing."""
+    def idle_step(self, lens: np.ndarray, is_prefill: bool) -> StepInput:
+        """Return a step of sequences with these many new tokens that writes nothing: all slots are -1."""
+        ends, num_seqs = np.cumsum(lens), len(lens)
+        cu_seqlens = np.concatenate(([0], ends)).astype(np.int32) if is_prefill else None
+        is_paged = self.backend.always_paged or not is_prefill
         return StepInput(
-            input_ids=np.zeros(num_rows, np.int64),
-            positions=np.zeros(num_rows, np.int64),
-            slot_mapping=np.full(num_rows, -1, np.int64),
-            block_tables=np.zeros((num_rows, self.max_blocks), np.int32),
-            cu_seqlens_q=None,
-            cu_seqlens_k=None,
-            context_lens=np.ones(num_rows, np.int32),
-            **_sampling_arrays([Sequence([0])] * num_rows, range(num_rows)),
+            input_ids=np.zeros(ends[-1], np.int64),
+            positions=np.concatenate([np.arange(length) for length in lens]),
+            slot_mapping=np.full(ends[-1], -1, np.int64),
+            block_tables=np.zeros((num_seqs, self.max_blocks), np.int32) if is_paged else None,
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_k=cu_seqlens,
+            context_lens=None if is_prefill else np.ones(num_seqs, np.int32),
+            **_sampling_arrays([Sequence([0])] * num_seqs, ends - 1),
         )
 
     def decode_packet(
         self, fields: dict[str, torch.Tensor], keys: torch.Tensor, block_tables: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run a decode step on tensors that are on the device already: what a CUDA graph captures.
+        """Run a decode step on tensors that are on the device already, which is what a CUDA graph captures.
 
-        Args:
-            fields: The rows' fields of `StepInput`, [num_rows] each.
-            keys: [num_rows, 2].
-            block_tables: [num_rows, max_blocks].
-
-        Returns:
-            Logits [num_rows, vocabulary] and tokens [num_rows].
+        ``fields`` are those of `StepInput`, [num_rows] each. Returns logits [num_rows, vocabulary] and tokens.
         """
         context = Context(
             slot_mapping=fields["slot_mapping"], context_lens=fields["context_lens"], block_tables=block_tables

@@ -86,7 +86,6 @@ class ColumnParallelLinear(LinearBase):
         super().__init__(input_size, tp.split(output_size, "output size"), bias, tp)
 
     def shard(self, shard_id: ShardId) -> Shard:
-        """See `LinearBase.shard`."""
         size = self.weight.size(0)
         return Shard(size * self.tp.size, self.tp.rank * size, size, 0)
 
@@ -101,7 +100,6 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         super().__init__(input_size, sum(output_sizes), bias, tp)
 
     def shard(self, shard_id: ShardId) -> Shard:
-        """See `LinearBase.shard`."""
         assert isinstance(shard_id, int)
         sizes = [self.tp.split(size, "output size") for size in self.output_sizes]
         size = sizes[shard_id]
@@ -137,7 +135,6 @@ class QKVParallelLinear(ColumnParallelLinear):
         super().__init__(hidden_size, tp.size * (self.num_heads + 2 * self.num_kv_heads) * head_size, bias, tp)
 
     def shard(self, shard_id: ShardId) -> Shard:
-        """See `LinearBase.shard`."""
         q_size, kv_size = self.num_heads * self.head_size, self.num_kv_heads * self.head_size
         if shard_id == "q":
             return Shard(q_size * self.tp.size, self.tp.rank * q_size, q_size, 0)
