@@ -59,7 +59,7 @@ def tiny(tmp_path_factory):
 @pytest.fixture(scope="module")
 def oracle(tiny):
     """Log-probabilities [tokens, vocabulary] of all next tokens, by transformers."""
-    model = Qwen3ForCausalLM.from_pretrained(tiny, dtype=torch.float32).eval()
+    model = Qwen3ForCausalLM.from_pretrained(tiny).float().eval()
 
     @torch.inference_mode()
     def logprobs(token_ids):
@@ -347,7 +347,7 @@ def test_a_greedy_row_with_a_penalty_is_the_argmax_of_the_penalised_logits(wide,
 
 def wide_logits(llm, token_ids):
     """Logits after the last token, straight from the weights (log-softmax has lost their offset)."""
-    model = Qwen3ForCausalLM.from_pretrained(llm.engine.config.model, dtype=torch.float32).eval()
+    model = Qwen3ForCausalLM.from_pretrained(llm.engine.config.model).float().eval()
     with torch.inference_mode():
         return model(torch.tensor([token_ids])).logits[0, -1].tolist()
 

@@ -295,6 +295,19 @@ def test_an_exception_of_the_tokenizer_is_one_of_its_row(llm, monkeypatch, expec
     assert_clean(llm, expected)
 
 
+def test_an_exception_in_a_step_by_hand_is_a_clean_start(llm, expected, monkeypatch):
+    for i in range(3):
+        llm.add_request([10 + i], greedy(9))
+    llm.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.model_runner, "run", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            llm.step()
+    assert llm.is_finished()
+    assert llm.step() == ([], 0)
+    assert_clean(llm, expected)
+
+
 class _Callable:
     """A tokenizer whose call is another function."""
 
