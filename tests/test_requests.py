@@ -59,7 +59,7 @@ def tiny(tmp_path_factory):
 @pytest.fixture(scope="module")
 def oracle(tiny):
     """Log-probabilities [tokens, vocabulary] of all next tokens, by transformers."""
-    model = Qwen3ForCausalLM.from_pretrained(tiny, dtype=torch.float32).eval()
+    model = Qwen3ForCausalLM.from_pretrained(tiny).float().eval()
 
     @torch.inference_mode()
     def logprobs(token_ids):
@@ -247,6 +247,31 @@ def test_samples_of_several_prompts_in_one_batch_are_those_of_each_alone(wide):
         assert len(output.outputs) == param.n
 
 
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("length", [12, 14])
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"max_num_seqs": 1},
+        {"max_num_seqs": 2},
+        {"max_num_seqs": 3},
+        {"num_kvcache_blocks": 7},
+        {"num_kvcache_blocks": 11},
+        {"num_kvcache_blocks": 7, "max_num_batched_tokens": 5},
+    ],
+)
+def test_samples_that_do_not_fit_wait_and_come_out_the_same(tiny, wide, knobs, length, lookahead):
+    """Places for fewer than n, or blocks for fewer: the others start when there is room, with the same answers."""
+    prompts = [prompt_ids(length, seed=length), prompt_ids(5, seed=5)]
+    params = [SamplingParams(1.3, 12, True, n=5, seed=11), SamplingParams(1.3, 9, True, n=2, seed=11)]
+    expected = [output.outputs for output in run(wide, prompts, params)]
+    knobs = {"kvcache_block_size": 4, "num_kvcache_blocks": 100, "max_model_len": 28, **knobs}
+    with LLM(tiny, lookahead=lookahead, **knobs) as llm:
+        assert [output.outputs for output in run(llm, prompts, params)] == expected
+        assert llm.engine.scheduler.block_manager.used_block_ids == set()
+        llm.engine.scheduler.block_manager.check_invariants([])
+
+
 def test_samples_that_end_at_different_times_are_one_output(wide):
     """Each sample may stop for its own reason; the request ends with the last of them."""
     params = SamplingParams(1.5, 30, True, n=6, seed=2)
@@ -331,6 +356,30 @@ MIXED = [
 ]
 
 
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("pool", ["wide", "small"])
+def test_rows_of_every_kind_mix_and_each_gets_what_it_gets_alone(tiny, wide, pool, lookahead):
+    params = [SamplingParams(**{"max_tokens": 12, "ignore_eos": True, **kwargs}) for kwargs in MIXED]
+    prompts = [prompt_ids(3 + i % 7, seed=i) for i in range(len(params))]
+    expected = [run(wide, [prompt], param)[0] for prompt, param in zip(prompts, params, strict=True)]
+    knobs = {**SMALL_POOL, "num_kvcache_blocks": 10} if pool == "small" else {"kvcache_block_size": 4}
+    with LLM(tiny, max_model_len=40, lookahead=lookahead, **knobs) as llm:
+        outputs = run(llm, prompts, params)
+        assert (llm.engine.scheduler.num_preemptions > 0) == (pool == "small")
+    for output, alone in zip(outputs, expected, strict=True):
+        assert [c.token_ids for c in output.outputs] == [c.token_ids for c in alone.outputs]
+        assert [c.text for c in output.outputs] == [c.text for c in alone.outputs]
+        assert [(c.finish_reason, c.stop_reason) for c in output.outputs] == [
+            (c.finish_reason, c.stop_reason) for c in alone.outputs
+        ]
+    greedy, allowed, banned = expected[0], expected[8], expected[7]
+    assert expected[12].token_ids == run(wide, [prompts[12]], SamplingParams(0, 12, True))[0].token_ids
+    assert len(greedy.token_ids) == 12
+    assert set(allowed.token_ids) <= set(range(20, 40))
+    assert 8 not in banned.token_ids
+    assert 10 <= len(expected[10].token_ids) <= 12
+
+
 def test_a_greedy_row_with_a_penalty_is_the_argmax_of_the_penalised_logits(wide, oracle):
     """With repetition penalty the pending token counts: the newest token is penalised before the host knows it."""
     prompt = prompt_ids(6, seed=8)
@@ -347,7 +396,7 @@ def test_a_greedy_row_with_a_penalty_is_the_argmax_of_the_penalised_logits(wide,
 
 def wide_logits(llm, token_ids):
     """Logits after the last token, straight from the weights (log-softmax has lost their offset)."""
-    model = Qwen3ForCausalLM.from_pretrained(llm.engine.config.model, dtype=torch.float32).eval()
+    model = Qwen3ForCausalLM.from_pretrained(llm.engine.config.model).float().eval()
     with torch.inference_mode():
         return model(torch.tensor([token_ids])).logits[0, -1].tolist()
 

@@ -190,6 +190,17 @@ def test_a_row_that_runs_out_in_the_middle_keeps_its_tokens(tiny, wide, lookahea
     assert "17 tokens need 5 KV blocks of 4 tokens, but the pool has 4" in outputs[1].error
 
 
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_samples_that_run_out_keep_their_tokens_each(tiny, wide, lookahead):
+    prompt, params = [30, 31, 32, 33, 34, 35], SamplingParams(1.3, 40, True, n=3, seed=1)
+    with LLM(tiny, kvcache_block_size=4, num_kvcache_blocks=4, max_model_len=64, lookahead=lookahead) as llm:
+        [output] = run(llm, [prompt], params)
+        assert_clean(llm)
+    [expected] = run(wide, [prompt], dataclasses.replace(params, max_tokens=11))
+    assert [c.token_ids for c in output.outputs] == [c.token_ids for c in expected.outputs]
+    assert {c.finish_reason for c in output.outputs} == {"error"}
+
+
 # --- every kind of bad row among good ones -------------------------------------------------------------------------
 
 MAX_MODEL_LEN, POOL_TOKENS = 2048, 100 * 16

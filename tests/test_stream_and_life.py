@@ -196,6 +196,12 @@ def test_a_lazy_source_is_read_to_its_end_with_parameters_beside_it(llm, expecte
         assert output.token_ids == expected([10 + output.index % 7], 1 + output.index % 3)
 
 
+def test_parameters_beside_a_lazy_source_may_go_on_for_ever(llm, expected):
+    outputs = list(llm.stream(iter([[10]] * 300), itertools.cycle([greedy(1), greedy(2)])))
+    assert len(outputs) == 300
+    assert all(output.token_ids == expected([10], 1 + output.index % 2) for output in outputs)
+
+
 @pytest.mark.parametrize("num_rows", [255, 256, 257, 512, 513])
 def test_no_row_is_lost_at_the_border_of_a_piece(llm, num_rows):
     outputs = list(llm.stream(iter([[5]] * num_rows), greedy(1)))
@@ -292,6 +298,19 @@ def test_an_exception_of_the_tokenizer_is_one_of_its_row(llm, monkeypatch, expec
         outputs = llm.generate(["a", "bad", "b"], greedy(2), use_tqdm=False)
     assert [output.finish_reason for output in outputs] == ["length", "error", "length"]
     assert "I do not like it" in outputs[1].error
+    assert_clean(llm, expected)
+
+
+def test_an_exception_in_a_step_by_hand_is_a_clean_start(llm, expected, monkeypatch):
+    for i in range(3):
+        llm.add_request([10 + i], greedy(9))
+    llm.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.model_runner, "run", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            llm.step()
+    assert llm.is_finished()
+    assert llm.step() == ([], 0)
     assert_clean(llm, expected)
 
 
