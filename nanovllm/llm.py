@@ -76,11 +76,7 @@ class LLM:
                 the vocabulary.
             RuntimeError: Another generate or stream is under way, or the engine is closed.
         """
-        prompts = _check_prompts(prompts)
-        outputs: dict[int, RequestOutput] = {}
-        for output in self._stream(prompts, sampling_params, use_tqdm, on_error):
-            outputs[output.index] = output
-        return [outputs[i] for i in range(len(prompts))]
+        return self._collect(_check_prompts(prompts), sampling_params, use_tqdm, on_error)
 
     def stream(
         self,
@@ -151,8 +147,8 @@ class LLM:
             except Exception as error:  # the template is the model's own program
                 raise ValueError(f"The chat template refuses {shorten(conversation)}: {error}") from error
             texts.append(text)
-        prompts = self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
-        outputs = self.generate(prompts, sampling_params, use_tqdm, on_error)
+        prompts = self.engine.encode(texts, add_special_tokens=False)
+        outputs = self._collect(prompts, sampling_params, use_tqdm, on_error)
         return [
             _with_reasoning(output, text.rstrip().endswith("<think>"))
             for output, text in zip(outputs, texts, strict=True)
@@ -190,6 +186,13 @@ class LLM:
 
     close = exit
 
+    def _collect(self, prompts: list[Any], sampling_params: Any, use_tqdm: bool, on_error: str) -> list[RequestOutput]:
+        """Run all prompts and return their outputs in order."""
+        outputs: dict[int, RequestOutput] = {}
+        for output in self._stream(prompts, sampling_params, use_tqdm, on_error):
+            outputs[output.index] = output
+        return [outputs[i] for i in range(len(prompts))]
+
     def _stream(
         self, prompts: Iterable[Prompt], sampling_params: Any, use_tqdm: bool, on_error: str
     ) -> Iterator[RequestOutput]:
@@ -201,7 +204,7 @@ class LLM:
         params = self._check_params(sampling_params, total)
         if isinstance(prompts, list) and any(isinstance(prompt, str) for prompt in prompts):
             self.engine.encode([])  # raises if there is no tokenizer
-        return self._run(zip(itertools.count(), prompts, params), _Progress(self.engine, total, use_tqdm), on_error)
+        return self._run(_rows(prompts, params), _Progress(self.engine, total, use_tqdm), on_error)
 
     def _check_idle(self) -> None:
         # Read off the generator itself: a flag could be left standing by an interrupt that comes before its reset.
@@ -272,7 +275,7 @@ class LLM:
             params = self.engine.default_sampling_params if params is None else params
             self.engine.check_params(params)
             return itertools.repeat(params)
-        if num_prompts is None and isinstance(params, Iterable):
+        if num_prompts is None and isinstance(params, Iterable) and not isinstance(params, str | bytes | dict):
             return params
         if not isinstance(params, list | tuple) or not all(isinstance(param, SamplingParams) for param in params):
             raise TypeError(f"sampling_params must be SamplingParams or a list of them, not {shorten(params)}.")
@@ -325,6 +328,16 @@ def _with_reasoning(output: RequestOutput, starts_open: bool) -> RequestOutput:
         completions.append(dataclasses.replace(completion, reasoning=reasoning, text=text))
     first = completions[0]
     return dataclasses.replace(output, outputs=completions, text=first.text, reasoning=first.reasoning)
+
+
+def _rows(prompts: Iterable[Prompt], params: Iterable[SamplingParams]) -> Iterator[Row]:
+    """Number prompts and pair them with their parameters, of which there must be enough."""
+    all_params = iter(params)
+    for index, prompt in enumerate(prompts):
+        param = next(all_params, None)
+        if param is None:
+            raise ValueError(f"sampling_params ended after {index} prompts; give one, or one each.")
+        yield index, prompt, param
 
 
 def _check_prompts(prompts: Any) -> list[Prompt]:

@@ -8,7 +8,7 @@ Logprobs = dict[int, float]  # token id -> log-probability
 
 
 class _ReadsLikeDict:
-    """Lets a dataclass be read as nano-vLLM's output dicts are: ``out["text"]``, ``dict(out)``."""
+    """Lets a dataclass be read as nano-vLLM's output dicts are: ``out["text"]``, ``json.dumps(dict(out))``."""
 
     def keys(self) -> list[str]:
         """Return the field names, so that ``dict(output)`` works."""
@@ -21,7 +21,8 @@ class _ReadsLikeDict:
     def __getitem__(self, name: str) -> Any:
         if name not in self.keys():
             raise KeyError(name)
-        return getattr(self, name)
+        value = getattr(self, name)
+        return [sample.to_dict() for sample in value] if name == "outputs" else value
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())

@@ -72,12 +72,12 @@ class SamplingParams:
     has_extras: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        check_float("temperature", self.temperature, 0.0)
+        check_float("temperature", self.temperature, 0.0, 1e30)  # well within float32
         check_int("n", self.n, 1)
         check_int("top_k", self.top_k, -1)
         check_float("top_p", self.top_p, 0.0, 1.0, above=True)
         check_float("min_p", self.min_p, 0.0, 1.0)
-        check_float("repetition_penalty", self.repetition_penalty, 0.0, above=True)
+        check_float("repetition_penalty", self.repetition_penalty, 1e-30, 1e30)
         check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         for name, low in (("max_tokens", 1), ("logprobs", 0), ("prompt_logprobs", 0), ("seed", -(2**63))):
@@ -95,7 +95,7 @@ class SamplingParams:
             if not isinstance(self.logit_bias, dict):
                 raise TypeError(f"logit_bias must be a dict of token id to number, not {self.logit_bias!r}.")
             ids = _check_ids("logit_bias", list(self.logit_bias))
-            values = [check_float("logit_bias value", value, -1e30) for value in self.logit_bias.values()]
+            values = [check_float("logit_bias value", value, -1e30, 1e30) for value in self.logit_bias.values()]
             self._settle("logit_bias", dict(zip(ids or (), values, strict=True)))
         self._settle("is_greedy", self.temperature <= GREEDY_TEMPERATURE)
         if self.is_greedy and self.n > 1:

@@ -670,6 +670,17 @@ def test_bytes_that_are_no_text_do_not_confuse_the_finder(tokenizer, completion,
         assert finder.text[: finder.end] == full[: full.index(stop)]
 
 
+GARBAGE = byte_token_ids(b"\xe6\x97\xa5\xf0\x9f\x8e\x89\x80\xffA")
+
+
+@settings(max_examples=1000, deadline=None)
+@given(data=st.lists(st.sampled_from(GARBAGE), max_size=14))
+def test_broken_characters_in_a_row_are_read_as_the_tokenizer_reads_them_at_once(tokenizer, data):
+    finder, _, _ = feed(tokenizer, data, "zzz")
+    full = tokenizer.decode(data)
+    assert finder.text == full or full.rstrip("\ufffd").startswith(finder.text.rstrip("\ufffd"))
+
+
 def whole(tokenizer, ids):
     """The text up to the last token that completes a character."""
     while ids and tokenizer.decode(ids).endswith("\ufffd"):

@@ -340,6 +340,54 @@ def test_ten_thousand_rows_with_one_in_a_hundred_bad_give_ten_thousand_outputs_e
     assert_clean(narrow)
 
 
+EXTREMES = [
+    {"top_p": 1e-50},
+    {"top_p": 1e-50, "min_p": 1e-50, "top_k": 1},
+    {"logit_bias": {5: 1e30}, "top_p": 0.9},
+    {"logit_bias": {5: 1e30, 6: 1e30}, "temperature": 1e-9, "top_p": 0.9},
+    {"logit_bias": dict.fromkeys(range(VOCAB_SIZE), -1e30), "top_p": 0.9, "min_p": 0.5},
+    {"repetition_penalty": 1e-30, "top_p": 0.9},
+    {"repetition_penalty": 1e30, "top_p": 0.9, "top_k": 3},
+    {"temperature": 1.1e-10, "top_p": 0.5},
+    {"temperature": 1e30, "top_p": 0.5, "min_p": 1.0},
+    {"top_k": 10**18, "top_p": 0.999999999},
+]
+
+
+@pytest.mark.parametrize("kwargs", EXTREMES)
+def test_parameters_at_the_end_of_their_range_do_not_end_the_batch(narrow, wide, kwargs):
+    """All of these are legal, and rounded to float32 some are 0 or infinite; `top_p=1e-50` ended everything once."""
+    params = [GREEDY, SamplingParams(**{"max_tokens": 4, "ignore_eos": True, **kwargs}), GREEDY]
+    outputs = run(narrow, [[7, 8, 9], [7, 8, 9], "a b"], params)
+    assert_same_answer(outputs[0], alone(wide, [7, 8, 9]))
+    assert_same_answer(outputs[2], alone(wide, "a b"))
+    assert (outputs[1].error, len(outputs[1].token_ids)) == (None, 4)
+    assert_clean(narrow)
+
+
+def test_the_least_top_p_leaves_the_likeliest_token(narrow, wide):
+    [output] = run(narrow, [[7, 8, 9]], SamplingParams(1.0, 6, True, top_p=1e-50))
+    assert output.token_ids == alone(wide, [7, 8, 9]).token_ids
+
+
+@pytest.mark.parametrize("temperature", [1e20, 1e30, 1e38, 1e39, 1e300])
+def test_no_temperature_lets_a_forbidden_token_through(narrow, temperature):
+    """Beyond float32 it would be infinite, and -inf / inf is not a number, which wins every comparison."""
+    try:
+        params = SamplingParams(temperature, 8, True, allowed_token_ids=[30, 31], seed=1)
+    except ValueError:
+        assert temperature > 1e29  # refused is as good
+        return
+    [output] = run(narrow, [[7, 8, 9]], params)
+    assert set(output.token_ids) <= {30, 31}
+
+
+def test_min_tokens_without_any_token_that_goes_on_raises_before_anything_runs(narrow):
+    params = SamplingParams(min_tokens=1, stop_token_ids=list(range(VOCAB_SIZE)), top_p=0.9)
+    with pytest.raises(ValueError, match="min_tokens=1"):
+        run(narrow, [[7]], params)
+
+
 # --- mistakes in the call ------------------------------------------------------------------------------------------
 
 WRONG_PROMPTS = {

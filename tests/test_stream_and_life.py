@@ -227,6 +227,22 @@ def test_a_second_call_while_one_is_open_is_a_runtime_error(llm, expected):
     assert_clean(llm, expected)
 
 
+@pytest.mark.parametrize("num_params", [0, 1, 299])
+def test_a_lazy_source_with_fewer_parameters_than_prompts_is_a_value_error(llm, expected, num_params):
+    """The rows beyond the last parameters must not vanish without a word."""
+    with pytest.raises(ValueError, match=r"sampling_params|shorter"):
+        list(llm.stream(([10 + i % 7] for i in range(300)), [greedy(1)] * num_params))
+    assert_clean(llm, expected)
+
+
+@pytest.mark.parametrize("wrong", ["greedy", b"ab", {"temperature": 0}, 0.5])
+def test_parameters_of_the_wrong_type_beside_a_lazy_source_raise_before_it_is_read(llm, wrong):
+    source = iter([[10]] * 9)
+    with pytest.raises(TypeError, match="sampling_params must be SamplingParams or a list of them"):
+        llm.stream(source, wrong)
+    assert len(list(source)) == 9
+
+
 # --- exceptions in the middle --------------------------------------------------------------------------------------
 
 
@@ -357,7 +373,9 @@ def test_an_output_reads_like_nano_vllms_dict(output):
     assert output["text"] == output.text
     assert output["token_ids"] == output.token_ids
     assert output.keys() == OUTPUT_KEYS == list(output)
-    assert dict(output) == {name: getattr(output, name) for name in OUTPUT_KEYS}
+    samples = {"outputs": [sample.to_dict() for sample in output.outputs]}
+    assert dict(output) == {name: getattr(output, name) for name in OUTPUT_KEYS} | samples
+    assert json.loads(json.dumps(dict(output)))["outputs"][0]["text"] == output.text
     assert "text" in output
     assert "logprobs" in output
     for name in ("texts", "keys", "to_dict", "__class__", 0, None):
@@ -368,10 +386,10 @@ def test_an_output_reads_like_nano_vllms_dict(output):
 
 
 def test_a_completion_reads_like_a_dict_too(output):
-    first = output["outputs"][0]
+    first = output.outputs[0]
     names = ["index", "text", "token_ids", "finish_reason", "stop_reason", "logprobs", "error", "reasoning"]
     assert first.keys() == names
-    assert dict(first) == {name: output.outputs[0][name] for name in names}
+    assert dict(first) == {name: getattr(first, name) for name in names} == output["outputs"][0]
 
 
 def test_outputs_are_frozen(output):
@@ -477,6 +495,16 @@ def test_template_arguments_and_tools_reach_the_template(chatty, template):
     assert prompt_of(tools=tools, chat_template_kwargs={"enable_thinking": True}) == (
         "[thinking True][tool add][user: hi][go]"
     )
+
+
+def test_a_conversation_that_cannot_be_tokenized_is_an_error_of_its_row(chatty):
+    conversations = [[user("What is 12 + 30?")], [user("ab\ud800")], [user("b")]]
+    outputs = chatty.chat(conversations, SamplingParams(0, 20), use_tqdm=False)
+    assert [output.index for output in outputs] == [0, 1, 2]
+    assert "The prompt cannot be tokenized" in outputs[1].error
+    for i in (0, 2):
+        [alone] = chatty.chat(conversations[i], SamplingParams(0, 20), use_tqdm=False)
+        assert (outputs[i].error, outputs[i].token_ids) == (None, alone.token_ids)
 
 
 def test_a_template_that_refuses_a_conversation_is_a_value_error_that_shows_it(chatty, template):
@@ -659,6 +687,24 @@ def test_requests_may_be_added_step_by_step(llm, expected):
     assert nums.count(1) == 1  # the prefill of the third
     assert llm.step() == ([], 0)
     assert llm.is_finished()
+
+
+def test_nothing_is_left_to_do_after_a_call(chatty, tiny):
+    """A row that ends by its end token has a step under way that nobody waits for; it must not count as work."""
+    [output] = chatty.generate([QUESTION], use_tqdm=False)
+    assert (output.finish_reason, output.token_ids[-1]) == ("stop", 2)
+    assert chatty.is_finished()
+    assert chatty.step() == ([], 0)
+    for _ in chatty.stream(["a", QUESTION, "b"], SamplingParams(0, 40)):
+        break
+    gc.collect()
+    assert chatty.is_finished()
+    assert chatty.step() == ([], 0)
+    prompts = [[10 + i % 5, 20 + i] for i in range(12)]  # preempted rows may end by a token that was under way
+    with new_llm(tiny, kvcache_block_size=2, num_kvcache_blocks=9) as llm:
+        llm.generate(prompts, SamplingParams(1.5, 14, stop_token_ids=list(range(0, 451, 5))), use_tqdm=False)
+        assert llm.is_finished()
+        assert llm.step() == ([], 0)
 
 
 def test_the_engine_works_alone(tiny, expected):

@@ -36,7 +36,7 @@ Prompt = str | SequenceOf[int]
 class Promise(Protocol):
     """A step's results, which may still be on their way; `wait` returns them once they are known."""
 
-    def wait(self) -> StepOutput: ...
+    def wait(self) -> StepOutput: ...  # noqa: D102
 
 
 class Runner(Protocol):
@@ -45,8 +45,8 @@ class Runner(Protocol):
     num_blocks: int
     block_size: int
 
-    def run(self, seqs: SequenceOf[Sequence], is_prefill: bool) -> Promise: ...
-    def exit(self) -> None: ...
+    def run(self, seqs: SequenceOf[Sequence], is_prefill: bool) -> Promise: ...  # noqa: D102
+    def exit(self) -> None: ...  # noqa: D102
 
 
 class LLMEngine:
@@ -185,6 +185,7 @@ class LLMEngine:
                 self._count(f"num_{kind}_steps", 1)
                 self._count(f"{kind}_s", time.perf_counter() - start)
             finished = self.scheduler.take_finished()
+            self._drop_vain_steps()
             # Another thread may add requests meanwhile: only what was there before can be stuck.
             is_stuck = self.scheduler.running or (self.scheduler.waiting and self.scheduler.waiting[0] is head)
             if not num_tokens and not finished and is_stuck:
@@ -213,6 +214,7 @@ class LLMEngine:
         """Drop a request; it gives no output. Unknown and ended ids are ignored."""
         for seq in self._requests.pop(request_id, ()):
             self.scheduler.abort(seq)
+        self._drop_vain_steps()
 
     def exit(self) -> None:
         """Let go of weights, cache and requests; any number of times."""
@@ -241,8 +243,10 @@ class LLMEngine:
             raise ValueError(
                 f"min_tokens={params.min_tokens} forbids all of allowed_token_ids, which only end requests."
             )
+        if params.min_tokens and len(ends) >= self.model_config.vocab_size:
+            raise ValueError(f"min_tokens={params.min_tokens} forbids all tokens, since each of them ends the request.")
 
-    def encode(self, prompts: SequenceOf[str]) -> list[list[int] | Exception]:
+    def encode(self, prompts: SequenceOf[str], **kwargs: Any) -> list[list[int] | Exception]:
         """Tokenize texts together; in the place of one that the tokenizer refuses stands its exception.
 
         Raises:
@@ -251,11 +255,11 @@ class LLMEngine:
         if self.tokenizer is None:
             raise ValueError(f"{self.config.model!r} has no tokenizer files: give prompts as token ids, not as text.")
         try:
-            return list(self.tokenizer(list(prompts))["input_ids"]) if prompts else []
+            return list(self.tokenizer(list(prompts), **kwargs)["input_ids"]) if prompts else []
         except Exception as error:  # the tokenizer's errors are of no common kind
             if len(prompts) == 1:
                 return [error]
-            return [ids for prompt in prompts for ids in self.encode([prompt])]
+            return [ids for prompt in prompts for ids in self.encode([prompt], **kwargs)]
 
     def check_open(self) -> None:
         """Raise RuntimeError if the engine is closed."""
@@ -278,6 +282,11 @@ class LLMEngine:
         if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
             bad = min(token_ids) if min(token_ids) < 0 else max(token_ids)
             raise ValueError(f"{what} {bad} is outside the vocabulary: ids run from 0 to {vocab_size - 1}.")
+
+    def _drop_vain_steps(self) -> None:
+        """Forget steps under way of which nobody awaits a token."""
+        while self._in_flight and all(seq.is_finished for seq in self._in_flight[0][0]):
+            self._in_flight.popleft()
 
     def _output_if_complete(self, seq: Sequence) -> RequestOutput | None:
         """Return the output of an ended sequence's request once all its samples have ended; None before, and after."""

@@ -35,7 +35,7 @@ class Scheduler:
 
     def is_finished(self) -> bool:
         """Return whether nothing is left to schedule (steps under way are the engine's to count)."""
-        return not self.waiting and not self.running
+        return not self.running and all(seq.is_finished for seq in self.waiting)
 
     def check_prompt(self, num_tokens: int) -> None:
         """Raise ValueError for a prompt that can never fit into the pool."""

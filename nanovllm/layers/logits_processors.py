@@ -140,7 +140,7 @@ def _nucleus_threshold(ordered: torch.Tensor, mass: torch.Tensor, top_p: torch.T
     """Return [rows, 1] the smallest of ``ordered`` (descending) that top_p keeps; -inf if they do not reach top_p."""
     probabilities = (ordered - mass).exp()
     total = probabilities.cumsum(1)
-    last_kept = ((total - probabilities) < top_p).sum(1, keepdim=True) - 1
+    last_kept = (((total - probabilities) < top_p).sum(1, keepdim=True) - 1).clamp(min=0)  # the likeliest always stays
     threshold = ordered.gather(1, last_kept)
     is_complete = (total[:, -1:] >= top_p) | (ordered[:, -1:] == float("-inf"))
     return torch.where(is_complete, threshold, float("-inf"))

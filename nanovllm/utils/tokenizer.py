@@ -82,7 +82,10 @@ class StopStringFinder:
             if end - self._read < 4:
                 return
             end = self._read + 1
-            text = self._decode(token_ids[prefix : start + end])
+            self.text += self._decode(token_ids[prefix : start + end])[len(before) :]
+            # A broken character has at most three bytes: with so many for context it is not counted again.
+            self._prefix, self._read = max(self._prefix, end - 3), end
+            return
         self.text += text[len(before) :]
         self._prefix, self._read = self._read, end
 
