@@ -33,9 +33,11 @@ def _device(request: pytest.FixtureRequest) -> Iterator[None]:
     device = request.config.getoption("--device")
 
     def settle(config: Config, model_config: ModelConfig) -> Config:
-        chosen = {"device": device} if config.device == "auto" else {}
+        chosen: dict[str, Any] = {"device": device} if config.device == "auto" else {}
         if config.dtype == "auto" and chosen:
             chosen["dtype"] = "float32"
+        if device != "cpu" and config.max_num_seqs == Config("").max_num_seqs:
+            chosen["max_num_seqs"] = 24  # few graphs to capture in each of many engines
         return settle_config(dataclasses.replace(config, **chosen), model_config)
 
     with pytest.MonkeyPatch.context() as patch:

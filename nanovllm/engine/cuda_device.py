@@ -95,16 +95,7 @@ class CudaDevice(CpuDevice):
             self._notes.append(f"captured in {self._graphs.capture_s:.1f} s")
 
     def replay(self, step: StepInput) -> tuple[torch.Tensor, torch.Tensor] | None:
-        if self._graphs is None:
-            return None
-        if self.replay_events is None:
-            return self._graphs.replay(step)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        result = self._graphs.replay(step)
-        end.record()
-        self.replay_events.append((start, end))
-        return result
+        return None if self._graphs is None else self._graphs.replay(step, self.replay_events)
 
     def close(self) -> None:
         self._graphs = None

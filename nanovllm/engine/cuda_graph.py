@@ -5,7 +5,7 @@ so one captured variant a size serves both.
 """
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -70,15 +70,20 @@ class DecodeGraphs:
         torch.cuda.synchronize()
         self.capture_s = time.perf_counter() - start
 
-    def replay(self, step: StepInput) -> tuple[torch.Tensor, torch.Tensor]:
+    def replay(self, step: StepInput, events: list[tuple[Any, Any]] | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Run a decode step in the smallest graph that holds it; returns its rows' logits and tokens.
 
-        They are valid until the next replay.
+        They are valid until the next replay. If there is a list of ``events``, start and end of the replay join it.
         """
         num_rows = len(step.input_ids)
         graph = self._graphs[next(size for size in self._sizes if size >= num_rows)]
         self._fill(graph, step)
+        start, end = (torch.cuda.Event(enable_timing=events is not None) for _ in range(2))
+        start.record()
         graph.graph.replay()
+        end.record()
+        if events is not None:
+            events.append((start, end))
         return graph.logits[:num_rows], graph.tokens[:num_rows]
 
     def _fill(self, graph: _Graph, step: StepInput) -> None:

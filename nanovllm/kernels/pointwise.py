@@ -111,7 +111,7 @@ def _prepare_qkv_kernel(qkv, q_weight, k_weight, cos_sin, positions, slot_mappin
     is_k = (heads >= HEADS)[:, None] & (heads < HEADS + KV_HEADS)[:, None]
     kv_head = tl.where(is_v, heads[:, None] - HEADS - KV_HEADS, heads[:, None] - HEADS)
     at = (slot * KV_HEADS + kv_head) * HEAD_DIM + half[None, :]
-    stored = mask & (slot >= 0)
+    stored = mask & (heads < tl.where(slot >= 0, TOTAL, 0))[:, None]
     tl.store(k_cache + at, y1, mask=stored & is_k)
     tl.store(k_cache + at + HALF, y2, mask=stored & is_k)
     tl.store(v_cache + at, y1, mask=stored & is_v)

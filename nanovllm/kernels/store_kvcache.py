@@ -12,7 +12,7 @@ def _store_kvcache_kernel(
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token).to(tl.int64)  # 64 bits: a cache may hold more than 2**31 elements
     columns = tl.arange(0, PAD)
-    mask = (columns < WIDTH) & (slot >= 0)
+    mask = columns < tl.where(slot >= 0, WIDTH, 0)
     key = tl.load(k + token * k_stride + columns, mask=mask)
     value = tl.load(v + token * v_stride + columns, mask=mask)
     tl.store(k_cache + slot * WIDTH + columns, key, mask=mask)
