@@ -116,6 +116,8 @@ def test_bfloat16_agrees_with_transformers_by_the_top_k_rule(tmp_path, backend):
 def test_memory_is_sized_as_asked_and_a_share_too_small_names_the_figures():
     with LLM("embedded", **{**KNOBS, "num_kvcache_blocks": 7}) as llm:
         assert llm.engine.config.num_kvcache_blocks == 7
+    with LLM("embedded", **KNOBS) as llm:  # not a million blocks for a tiny model: 4 x what 16 sequences can hold
+        assert llm.engine.config.num_kvcache_blocks == 4 * 16 * (256 // 64)
     with pytest.raises(ValueError, match=r"No KV block of .* MiB fits: .*gpu_memory_utilization=0.001"):
         LLM("embedded", **{**KNOBS, "gpu_memory_utilization": 0.001})
 
@@ -125,9 +127,9 @@ def test_closing_gives_the_memory_back():
     before = torch.cuda.memory_allocated()
     llm = LLM("embedded", **KNOBS)
     llm.generate([[5, 6, 7]], SamplingParams(max_tokens=3), use_tqdm=False)
-    assert torch.cuda.memory_allocated() > before + (1 << 30)
+    assert torch.cuda.memory_allocated() > before + (1 << 25)
     del llm
-    assert torch.cuda.memory_allocated() <= before + (1 << 26)
+    assert torch.cuda.memory_allocated() <= before + (1 << 22)
 
 
 def test_flash_attn_refuses_what_it_cannot_do():

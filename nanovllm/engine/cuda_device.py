@@ -23,6 +23,8 @@ logger = logging.getLogger("nanovllm")
 
 _GRAPH_BYTES = 8 << 20  # what a captured step of some 300 kernels keeps on the device besides its activations
 
+_POOL_FACTOR = 4  # of what all sequences can hold: a tiny model on a large card would get a hundred million blocks
+
 
 class CudaDevice(CpuDevice):
     """One NVIDIA GPU."""
@@ -87,7 +89,7 @@ class CudaDevice(CpuDevice):
                 f"gpu_memory_utilization={config.gpu_memory_utilization}, free the card, or lower "
                 f"max_num_batched_tokens={config.max_num_batched_tokens} or max_num_seqs={config.max_num_seqs}."
             )
-        return available // block_bytes
+        return min(available // block_bytes, _POOL_FACTOR * config.max_num_seqs * runner.max_blocks)
 
     def capture(self, runner: "ModelRunner", config: Config) -> None:
         if not runner.is_eager:
