@@ -3,6 +3,7 @@
     python bench.py                                # 256 sequences, 0.6B shapes; without a GPU the embedded model
     python bench.py --model 8B --num-seqs 64 --attention-backend flash_attn
     python bench.py --model path/to/Qwen3-0.6B --enforce-eager
+    python bench.py --vs-transformers              # on a CPU, against transformers' generate, in one process
 
 The last line is one JSON object. Every figure is also put in relation to the floor: the time that the card needs to
 read the KV of each token's context and the weights of each step, and to multiply, at ceilings measured in this run.
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 PRESETS = {  # hidden, intermediate, layers, query heads, KV heads, tied
+    "180M": (640, 1920, 14, 10, 5, True),
     "0.6B": (1024, 3072, 28, 16, 8, True),
     "4B": (2560, 9728, 36, 32, 8, True),
     "8B": (4096, 12288, 36, 32, 8, False),
@@ -28,7 +30,9 @@ PRESETS = {  # hidden, intermediate, layers, query heads, KV heads, tied
 def parse_args(default_model: str) -> argparse.Namespace:
     """Return the command line's settings."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=default_model, help="0.6B, 4B, 8B (random weights), a folder or a hub id")
+    parser.add_argument(
+        "--model", default=default_model, help="180M, 0.6B, 4B, 8B (random weights), a folder or a hub id"
+    )
     parser.add_argument("--num-seqs", type=int, default=None, help="sequences (256; 32 for the embedded model)")
     parser.add_argument("--input-len", type=int, nargs=2, default=(100, 1024), metavar=("MIN", "MAX"))
     parser.add_argument("--output-len", type=int, nargs=2, default=(100, 1024), metavar=("MIN", "MAX"))
@@ -39,6 +43,7 @@ def parse_args(default_model: str) -> argparse.Namespace:
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeat", type=int, default=1, help="runs, each with fresh prompts")
+    parser.add_argument("--vs-transformers", action="store_true", help="a batch of 16 on the CPU, ours and theirs")
     return parser.parse_args()
 
 
@@ -148,6 +153,38 @@ def steady_decode(llm: Any, num_rows: int, num_steps: int = 200) -> dict[str, fl
     }
 
 
+def compare_with_transformers() -> None:
+    """Time a greedy batch of 16 in float32 on the CPU: equal lengths, then mixed ones with left padding for them."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from nanovllm import LLM, SamplingParams
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_preset("180M", Path(folder))
+        llm = LLM(folder, load_format="dummy", device="cpu", num_kvcache_blocks=4096)
+        model = Qwen3ForCausalLM(Qwen3Config.from_pretrained(folder)).float().eval()
+    rng = random.Random(0)
+    for name, (low, high) in {"equal": (64, 64), "mixed": (16, 128)}.items():
+        ratios = []
+        for _ in range(4):
+            prompts = [[rng.randint(0, 9999) for _ in range(rng.randint(low, high))] for _ in range(16)]
+            lens_out = [rng.randint(low, high) for _ in prompts]
+            params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lens_out]
+            start = time.perf_counter()
+            llm.generate(prompts, params, use_tqdm=False)
+            ours = time.perf_counter() - start
+            width = max(map(len, prompts))
+            ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+            mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+            start = time.perf_counter()
+            with torch.inference_mode():
+                model.generate(ids, attention_mask=mask, max_new_tokens=max(lens_out), do_sample=False, pad_token_id=0)
+            ratios.append((time.perf_counter() - start) / ours)
+        ratios = sorted(ratios[1:])  # the first round warms up
+        print(json.dumps({"lengths": name, "threads": torch.get_num_threads(), "transformers_over_ours": ratios}))
+
+
 def main() -> None:
     """Run the benchmark and print its figures."""
     import torch
@@ -158,6 +195,9 @@ def main() -> None:
 
     has_gpu = torch.cuda.is_available()
     args = parse_args("0.6B" if has_gpu else "embedded")
+    if args.vs_transformers:
+        compare_with_transformers()
+        return
     num_seqs = args.num_seqs or (32 if args.model == "embedded" else 256)
     knobs = {
         "max_num_seqs": args.max_num_seqs,
