@@ -3,6 +3,7 @@
     python bench.py                                # 256 sequences, 0.6B shapes; without a GPU the embedded model
     python bench.py --model 8B --num-seqs 64 --attention-backend flash_attn
     python bench.py --model path/to/Qwen3-0.6B --enforce-eager
+    python bench.py --profile traces               # traces of prefill and decode for chrome://tracing or Perfetto
     python bench.py --vs-transformers              # on a CPU, against transformers' generate, in one process
 
 The last line is one JSON object. Every figure is also put in relation to the floor: the time that the card needs to
@@ -43,6 +44,7 @@ def parse_args(default_model: str) -> argparse.Namespace:
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeat", type=int, default=1, help="runs, each with fresh prompts")
+    parser.add_argument("--profile", type=Path, metavar="FOLDER", help="write traces there, and a table by kernel")
     parser.add_argument("--vs-transformers", action="store_true", help="a batch of 16 on the CPU, ours and theirs")
     return parser.parse_args()
 
@@ -151,6 +153,39 @@ def steady_decode(llm: Any, num_rows: int, num_steps: int = 200) -> dict[str, fl
         "gpu_idle_share": round(1 - busy / num_replays / (elapsed / num_steps), 4),
         "host_ms_per_step": round((elapsed - after["wait_s"] + before["wait_s"]) / num_steps * 1e3, 3),
     }
+
+
+def profile(llm: Any, num_rows: int, folder: Path) -> None:
+    """Trace a prefill of ``num_rows`` prompts and then 20 decode steps; print each one's GPU time by kernel."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as trace
+
+    from nanovllm import SamplingParams
+
+    rng, num_steps = random.Random(2), 20
+    most = min(9999, llm.engine.model_config.vocab_size - 1)
+    for _ in range(num_rows):
+        prompt = [rng.randint(0, most) for _ in range(rng.randint(100, 850))]
+        llm.add_request(prompt, SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=num_steps + 20))
+    folder.mkdir(parents=True, exist_ok=True)
+    for phase in ("prefill", "decode"):
+        steps = 0
+        with trace(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            while llm.engine.scheduler.waiting if phase == "prefill" else steps < num_steps:
+                llm.step()
+                steps += 1
+        profiler.export_chrome_trace(str(folder / f"{phase}.json"))
+        events = profiler.key_averages()
+        kernels = [
+            (e.self_device_time_total, e) for e in events if e.self_device_time_total and not e.self_cpu_time_total
+        ]
+        spent = sorted(kernels or [(e.self_cpu_time_total, e) for e in events], key=lambda pair: -pair[0])
+        total_ms = sum(time_us for time_us, _ in spent) / steps / 1e3
+        print(f"{phase}, {num_rows} rows: {steps} steps, {total_ms:.3f} ms each in kernels")
+        for time_us, event in spent[:16]:
+            print(f"  {time_us / steps / 1e3:8.3f} ms {event.count / steps:7.1f} calls  {event.key[:90]}")
+    while not llm.is_finished():
+        llm.step()
 
 
 def compare_with_transformers() -> None:
@@ -283,6 +318,8 @@ def main() -> None:
         ):
             print(f"  {name:20} {result[name]}")
         print(json.dumps(result))
+    if args.profile:
+        profile(llm, min(num_seqs, args.max_num_seqs), args.profile)
     llm.close()
 
 
