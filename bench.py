@@ -144,6 +144,7 @@ def steady_decode(llm: Any, num_rows: int, num_steps: int = 200) -> dict[str, fl
     torch.cuda.synchronize()
     busy = sum(first.elapsed_time(last) for first, last in device.replay_events) / 1e3
     num_replays, device.replay_events = len(device.replay_events), None
+    host_s = elapsed - after["wait_s"] + before["wait_s"]  # what the host does of a step, seen or hidden
     while not llm.is_finished():
         llm.step()
     return {
@@ -151,7 +152,8 @@ def steady_decode(llm: Any, num_rows: int, num_steps: int = 200) -> dict[str, fl
         "step_ms": round(elapsed / num_steps * 1e3, 3),
         "replay_ms": round(busy / num_replays * 1e3, 3),
         "gpu_idle_share": round(1 - busy / num_replays / (elapsed / num_steps), 4),
-        "host_ms_per_step": round((elapsed - after["wait_s"] + before["wait_s"]) / num_steps * 1e3, 3),
+        "host_ms_per_step": round(host_s / num_steps * 1e3, 3),
+        "host_hidden_share": round(1 - max(0.0, elapsed - busy / num_replays * num_steps) / host_s, 3),
     }
 
 
@@ -271,8 +273,8 @@ def main() -> None:
         lens = [(len(prompt), len(output.token_ids)) for prompt, output in zip(prompts, outputs, strict=True)]
         floor = floor_s(config, lens, args.max_num_seqs, bandwidth, rate) if has_gpu else float("nan")
         steps = max(1, stats["num_decode_steps"] + stats["num_prefill_steps"])
-        is_graphed = has_gpu and not llm.engine.model_runner.is_eager
-        steady = steady_decode(llm, min(num_seqs, args.max_num_seqs)) if is_graphed else {}
+        graphs = llm.engine.model_runner.device_ops.graphs
+        steady = steady_decode(llm, min(num_seqs, args.max_num_seqs)) if graphs else {}
         result = {
             "model": args.model,
             "backend": llm.engine.model_runner.backend.name,
@@ -294,6 +296,8 @@ def main() -> None:
             "preemptions": stats["num_preemptions"],
             "prefix_hit_rate": round(stats["num_prefix_hit_tokens"] / tokens_in, 4),
             "startup_s": round(startup_s, 2),
+            "num_cuda_graphs": len(graphs.sizes) if graphs else 0,
+            "graph_capture_s": round(graphs.capture_s, 2) if graphs else 0.0,
             "copy_tb_per_s": round(bandwidth / 1e12, 3) if has_gpu else None,
             "matrix_tflop_per_s": round(rate / 1e12, 1) if has_gpu else None,
             "settings": {**knobs, "num_kvcache_blocks": llm.engine.config.num_kvcache_blocks},

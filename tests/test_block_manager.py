@@ -3,12 +3,14 @@
 import time
 
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.decode_state import DecodeState
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.sequence import Sequence
 
@@ -322,12 +324,15 @@ def test_four_blocks_of_four_hold_sixteen_tokens():
 def test_a_token_is_stored_at_its_slot(num_cached, num_tokens, block_table, slots):
     runner = ModelRunner.__new__(ModelRunner)
     runner.block_size, runner._last_rows, runner.backend = 4, {}, TorchBackend()
+    runner.decode_state = DecodeState(num_lanes=3, max_blocks=2, block_size=4)
     seq = Sequence(range(num_tokens))
     seq.block_table, seq.num_cached_tokens = block_table, num_cached
     seq.num_scheduled_tokens = num_tokens - num_cached
     assert runner.prepare_prefill([seq]).slot_mapping.tolist() == slots
     if seq.num_scheduled_tokens == 1:
-        assert runner.prepare_decode([seq]).slot_mapping.tolist() == slots
+        step = runner.prepare_decode([seq])
+        runner.decode_state.apply(torch.from_numpy(step.packet), step)
+        assert runner.decode_state.lay_out(1).context.slot_mapping.tolist() == slots
 
 
 # Cost.

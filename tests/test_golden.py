@@ -282,7 +282,7 @@ def test_bfloat16_departs_from_transformers_only_between_likely_tokens(
         assert runner.kv_cache.dtype == torch.bfloat16
         compute_logits = runner.model.compute_logits
 
-        def recording(hidden_states: torch.Tensor) -> torch.Tensor:
+        def recording(hidden_states: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
             logits = compute_logits(hidden_states)
             own_top.extend(logits.topk(5).indices.tolist())
             return logits

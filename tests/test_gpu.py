@@ -118,8 +118,53 @@ def test_memory_is_sized_as_asked_and_a_share_too_small_names_the_figures():
         assert llm.engine.config.num_kvcache_blocks == 7
     with LLM("embedded", **KNOBS) as llm:  # not a million blocks for a tiny model: 4 x what 16 sequences can hold
         assert llm.engine.config.num_kvcache_blocks == 4 * 16 * (256 // 64)
+        assert llm.engine.model_runner.device_ops.graphs.sizes == [8, 16]
     with pytest.raises(ValueError, match=r"No KV block of .* MiB fits: .*gpu_memory_utilization=0.001"):
         LLM("embedded", **{**KNOBS, "gpu_memory_utilization": 0.001})
+
+
+def wide_folder(tmp_path):
+    """Return a folder with the config.json of a small model whose logits are large."""
+    return TinyConfig(hidden=256, heads=4, kv_heads=2, head_dim=64, vocab=151936, layers=2).save(tmp_path / "wide")
+
+
+def test_out_of_memory_in_mid_run_names_the_knobs_and_leaves_a_usable_engine(tmp_path):
+    prompts = random_prompts(300, 1000, seed=3)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    hungry = dataclasses.replace(params, prompt_logprobs=20, frequency_penalty=0.5)  # more than the warm-up has seen
+    knobs = {**KNOBS, "max_num_seqs": 512, "num_kvcache_blocks": 2000}
+    with LLM(str(wide_folder(tmp_path)), **knobs) as llm:
+        expected = [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+        torch.cuda.empty_cache()
+        ballast = torch.empty(torch.cuda.mem_get_info()[0] - (96 << 20), dtype=torch.uint8, device="cuda")
+        with pytest.raises(RuntimeError, match=r"Out of memory on cuda:0 in a prefill step .* max_num_batched_tokens"):
+            llm.generate(prompts, hungry, use_tqdm=False)
+        del ballast
+        torch.cuda.empty_cache()
+        assert [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)] == expected
+        llm.generate(prompts, hungry, use_tqdm=False)
+
+
+def test_steps_wait_for_nothing_but_the_oldest_result(reference):
+    """Whatever made the host wait for the device in mid-step would raise here."""
+    folder, _ = reference
+    kinds = [
+        SamplingParams(temperature=0, prompt_logprobs=1),
+        SamplingParams(temperature=1.2, top_k=7, min_p=0.02),
+        SamplingParams(temperature=0.7, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2),
+        SamplingParams(temperature=1.0, n=2, logprobs=2, logit_bias={3: 4.0}, allowed_token_ids=list(range(40))),
+    ]
+    params = [dataclasses.replace(kind, max_tokens=30, ignore_eos=True) for kind in kinds]
+    for knobs in ({}, {"enforce_eager": True}):
+        with LLM(str(folder), dtype="float32", **{**KNOBS, **knobs}) as llm:
+            prompts = random_prompts(4, SHAPE.vocab)
+            expected = [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                outputs = llm.generate(prompts, params, use_tqdm=False)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            assert [output.token_ids for output in outputs][:1] == expected[:1]
 
 
 def test_closing_gives_the_memory_back():

@@ -240,14 +240,13 @@ def test_the_two_level_draw_equals_its_twin_row_by_row(vocab_size, dtype):
         keys=keys.to(DEVICE),
         positions=torch.arange(num_rows, device=DEVICE),
         sample_indices=torch.arange(num_rows, device=DEVICE) % 3,
-        all_greedy=False,
     )
     expected = Sampler()(logits, inputs)
     assert (sample(logits, inputs) == expected).float().mean() >= 0.98  # equal but for draws within rounding
     assert torch.equal(sample(logits, inputs)[::5], logits[::5].float().argmax(1))
     narrow = SamplingInputs(  # as a captured step has them: the same bits in 32-bit words
         temperatures, keys.to(torch.int64).to(torch.uint32).view(torch.int32).to(DEVICE), inputs.positions.int(),
-        inputs.sample_indices.int(), all_greedy=False,
+        inputs.sample_indices.int()
     )  # fmt: skip
     assert torch.equal(sample(logits, narrow), sample(logits, inputs))
 
@@ -266,7 +265,6 @@ def test_draws_on_the_card_follow_the_distribution_and_never_take_the_impossible
             keys=torch.randint(0, 2**32, (num_rows, 2), device=DEVICE),
             positions=torch.full((num_rows,), i, device=DEVICE),
             sample_indices=torch.zeros(num_rows, dtype=torch.int64, device=DEVICE),
-            all_greedy=False,
         )
         counts.index_add_(0, sample(rows, inputs), torch.ones(num_rows, device=DEVICE))
     assert counts[logits == float("-inf")].sum() == 0

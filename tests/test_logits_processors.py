@@ -19,7 +19,6 @@ from nanovllm.engine.extras import build_extras
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.logits_processors import process_logits, top_logprobs
 
-CPU = torch.device("cpu")
 NEG_INF = float("-inf")
 VOCAB_SIZES = (151, 700, 3000)  # 3000 is more than the 1024 tokens that top_p sorts at first
 SPREADS = (0.02, 1.0, 6.0)  # almost flat, so that the nucleus is most of the vocabulary; medium; peaked
@@ -37,10 +36,10 @@ def make_seq(params, prompt=(1,), completion=(), seq_id=0, pending=0):
     return seq
 
 
-def process(logits, seqs, last_rows=None, last_tokens=(0,), end_token_ids=()):
-    extras = build_extras(seqs, last_rows or {}, end_token_ids, logits.size(1), CPU)
+def process(logits, seqs, newest_tokens=None, end_token_ids=()):
+    extras = build_extras(seqs, end_token_ids, logits.size(1))
     assert extras is not None
-    return process_logits(logits, extras, torch.tensor(last_tokens, dtype=torch.int64))
+    return process_logits(logits, extras, torch.tensor(newest_tokens or [0] * len(logits), dtype=torch.int64))
 
 
 def process_one_param(logits, **kwargs):
@@ -186,12 +185,12 @@ def test_filters_work_on_what_a_mask_has_left():
 
 def test_greedy_rows_need_no_filters():
     params = SamplingParams(0, top_k=3, top_p=0.5, min_p=0.5)
-    assert build_extras([make_seq(params)], {}, (), 151, CPU) is None
+    assert build_extras([make_seq(params)], (), 151) is None
 
 
 def test_a_batch_without_extras_builds_none():
     seqs = [make_seq(SamplingParams(0.6, seed=1, stop_token_ids=[4]), seq_id=i) for i in range(3)]
-    assert build_extras(seqs, {}, (2,), 151, CPU) is None
+    assert build_extras(seqs, (2,), 151) is None
 
 
 # --- penalties -----------------------------------------------------------------------------------------------------
@@ -285,7 +284,7 @@ def test_a_pending_newest_token_is_penalised_like_a_known_one(story, kwargs):
     params = SamplingParams(**kwargs)
     known = process(logits, [make_seq(params, prompt, [*completion, newest], seq_id=4)])
     pending = make_seq(params, prompt, completion, seq_id=4, pending=1)
-    assert torch.equal(process(logits, [pending], {4: 2}, [150, 149, newest, 148]), known)
+    assert torch.equal(process(logits, [pending], [newest]), known)
     counts_again = "frequency_penalty" in kwargs or newest not in prompt + completion
     assert not counts_again or not torch.equal(known, process(logits, [make_seq(params, prompt, completion)]))
 
@@ -299,9 +298,8 @@ def test_pending_and_known_rows_of_different_width_mix():
     mixed = [
         make_seq(params, p, c, seq_id=i, pending=1) if i % 2 == 0 else known[i] for i, (p, c, _) in enumerate(rows)
     ]
-    last_rows = {0: 2, 2: 0, 4: 1}  # where the last step has sampled them; the odd ones were not in it
-    last_tokens = [rows[2][2], rows[4][2], rows[0][2]]
-    assert torch.equal(process(logits, mixed, last_rows, last_tokens), process(logits, known))
+    newest_tokens = [newest if i % 2 == 0 else 150 for i, (_, _, newest) in enumerate(rows)]  # of known ones: not read
+    assert torch.equal(process(logits, mixed, newest_tokens), process(logits, known))
 
 
 def test_a_pending_token_counts_towards_min_tokens():

@@ -19,6 +19,7 @@ ALLOWED = {
     "torch.cuda": {"engine/llm_engine.py", "engine/cuda_device.py", "engine/cuda_graph.py"},
     "triton": {
         "attention/triton_backend.py",
+        "kernels/decode_state.py",
         "kernels/pointwise.py",
         "kernels/sampler.py",
         "kernels/store_kvcache.py",

@@ -192,7 +192,6 @@ def draw_by_hand(oracle, prompt, params, sample_index):
             torch.tensor([[key & 0xFFFFFFFF, key >> 32]]),
             torch.tensor([len(tokens)]),
             torch.tensor([sample_index]),
-            all_greedy=False,
         )
         tokens.append(int(sample_two_level(oracle(prompt + tokens)[-1:], inputs)))
     return tokens

@@ -108,7 +108,6 @@ def make_inputs(num_rows: int = 1, temperature: float | torch.Tensor = 1.0, key:
         "keys": torch.tensor([[key & 0xFFFFFFFF, key >> 32]]).repeat(num_rows, 1),
         "positions": rows,
         "sample_indices": torch.zeros_like(rows),
-        "all_greedy": False,
     } | fields
     return SamplingInputs(**values)
 
@@ -182,7 +181,7 @@ def test_temperature_zero_is_the_exact_argmax_beside_sampled_rows(dtype: torch.d
     greedy = temperatures <= 1e-10
     assert torch.equal(sampled[greedy], logits.argmax(-1)[greedy])
     assert not torch.equal(sampled[~greedy], logits.argmax(-1)[~greedy])
-    all_greedy = Sampler()(logits, make_inputs(64, 0.0, all_greedy=True))
+    all_greedy = Sampler()(logits, make_inputs(64, 0.0))
     assert torch.equal(all_greedy, logits.argmax(-1))
     # Greedy neighbours change no draw either.
     assert torch.equal(sampled[~greedy], Sampler()(logits, make_inputs(64, temperatures.clamp(min=0.3)))[~greedy])

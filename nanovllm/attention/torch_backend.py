@@ -81,11 +81,11 @@ class TorchBackend:
         grouped = q.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
         out = torch.empty_like(grouped)
         lens = context.context_lens
-        width = int(lens.max())
+        width = max(1, int(lens.max()))  # rows without a sequence have length 0
         step = max(1, _MAX_GATHERED_ELEMENTS // (width * num_kv_heads * head_dim))
         for start in range(0, num_rows, step):
             rows = slice(start, start + step)
-            columns = torch.arange(int(lens[rows].max()), device=q.device)
+            columns = torch.arange(max(1, int(lens[rows].max())), device=q.device)
             mask = columns < lens[rows].unsqueeze(1)  # [rows, width]
             # Columns behind a row's end read its last token, so that no stale memory enters the sums.
             last = (lens[rows] - 1).clamp(min=0)

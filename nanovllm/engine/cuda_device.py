@@ -11,9 +11,10 @@ from torch import nn
 
 from nanovllm.config import Config
 from nanovllm.engine.cuda_graph import DecodeGraphs, graph_sizes
+from nanovllm.engine.decode_state import DecodeRows
 from nanovllm.engine.device import CpuDevice
-from nanovllm.engine.step import StepInput
 from nanovllm.kernels import pointwise
+from nanovllm.kernels.decode_state import TritonDecodeState
 from nanovllm.kernels.sampler import sample
 
 if TYPE_CHECKING:
@@ -29,12 +30,14 @@ _POOL_FACTOR = 4  # of what all sequences can hold: a tiny model on a large card
 class CudaDevice(CpuDevice):
     """One NVIDIA GPU."""
 
+    decode_state = TritonDecodeState
+
     def __init__(self, config: Config) -> None:
         self.torch_device = torch.device(config.device)
         if self.torch_device.index is None:
             self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self.sample = sample
-        self._graphs: DecodeGraphs | None = None
+        self.graphs = None
         self.replay_events: list[tuple[Any, Any]] | None = None  # a list here collects start and end of each replay
         self._notes: list[str] = []
 
@@ -93,14 +96,14 @@ class CudaDevice(CpuDevice):
 
     def capture(self, runner: "ModelRunner", config: Config) -> None:
         if not runner.is_eager:
-            self._graphs = DecodeGraphs(runner, graph_sizes(config.max_num_seqs))
-            self._notes.append(f"captured in {self._graphs.capture_s:.1f} s")
+            self.graphs = DecodeGraphs(runner, graph_sizes(config.max_num_seqs))
+            self._notes.append(f"captured in {self.graphs.capture_s:.1f} s")
 
-    def replay(self, step: StepInput) -> tuple[torch.Tensor, torch.Tensor] | None:
-        return None if self._graphs is None else self._graphs.replay(step, self.replay_events)
+    def replay(self, num_rows: int) -> tuple[DecodeRows, torch.Tensor, torch.Tensor] | None:
+        return None if self.graphs is None else self.graphs.replay(num_rows, self.replay_events)
 
     def close(self) -> None:
-        self._graphs = None
+        self.graphs = None
         torch.cuda.empty_cache()
 
     def describe(self) -> str:

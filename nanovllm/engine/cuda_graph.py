@@ -1,114 +1,71 @@
-"""Captured decode: one CUDA graph a batch size, from a flat packet of integers to logits and sampled tokens.
+"""Captured decode: one CUDA graph a batch size, from the lanes of `DecodeState` to sampled tokens and advanced lanes.
 
 Sampling of plain rows is inside. Rows with extras read the logits that the graph leaves and are sampled anew behind it,
 so one captured variant a size serves both.
 """
 
+import bisect
 import time
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
-from nanovllm.engine.step import StepInput
+from nanovllm.engine.decode_state import DecodeRows
 
 if TYPE_CHECKING:
     from nanovllm.engine.model_runner import ModelRunner
 
-# Fields of a row in the packet, each an int32 (temperatures as their bits), before the block tables.
-_ROW_FIELDS = (
-    "input_ids",
-    "positions",
-    "slot_mapping",
-    "context_lens",
-    "temperatures",
-    "output_positions",
-    "sample_indices",
-)
-
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Return the batch sizes to capture: 1, 2, 4, 8, multiples of 16, and the largest batch itself."""
-    sizes = [size for size in (1, 2, 4, 8, *range(16, max_num_seqs, 16)) if size < max_num_seqs]
-    return [*sizes, max_num_seqs]
+    """Return the batch sizes to capture, the largest batch last.
 
-
-class _Graph:
-    """One captured size: its input packet, its logits and its tokens."""
-
-    def __init__(self, size: int, max_blocks: int, device: torch.device) -> None:
-        self.size = size
-        self.packet = torch.zeros(size * (len(_ROW_FIELDS) + 2 + max_blocks), dtype=torch.int32, device=device)
-        self.graph = torch.cuda.CUDAGraph()
-        self.logits = self.tokens = self.packet
+    The smallest is 8, since cuBLAS takes twice as long for the 1 to 3 rows of some shapes as for 8. Larger batches
+    mind a few rows of padding less: 16 rows apart up to 256, 32 apart up to 512, then 64.
+    """
+    sizes = [8, *range(16, 256, 16), *range(256, 512, 32), *range(512, max_num_seqs, 64)]
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
 class DecodeGraphs:
     """Captures decode steps of a runner, largest first into one memory pool, and replays them.
 
     Args:
-        runner: Its model, KV cache and last samples are captured.
+        runner: Its model, KV cache and decode state are captured.
         sizes: Batch sizes, ascending.
     """
 
     def __init__(self, runner: "ModelRunner", sizes: list[int]) -> None:
         start = time.perf_counter()
-        self._sizes = sizes
-        self._max_blocks = runner.max_blocks
-        self._graphs: dict[int, _Graph] = {}
+        self.sizes = sizes
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, tuple[DecodeRows, torch.Tensor, torch.Tensor]]] = {}
+        # One buffer for all sizes: what a graph leaves in its own memory, no other graph of the pool may use.
+        all_logits = torch.empty(sizes[-1], runner.model_config.vocab_size, dtype=runner.dtype, device=runner.device)
         pool = None
         for size in reversed(sizes):
-            graph = _Graph(size, self._max_blocks, runner.device)
-            self._fill(graph, runner.idle_step(np.ones(size, np.int64), is_prefill=False))
-            inputs = self._unpack(graph)
-            runner.decode_packet(*inputs)  # compiles and settles libraries outside of the capture
+            runner.decode_rows(size, out=all_logits[:size])  # compiles and settles libraries outside of the capture
             torch.cuda.synchronize()
-            with torch.cuda.graph(graph.graph, pool=pool):
-                graph.logits, graph.tokens = runner.decode_packet(*inputs)
-            pool = pool or graph.graph.pool()
-            self._graphs[size] = graph
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                rows, logits, tokens, _ = runner.decode_rows(size, out=all_logits[:size])
+            pool = pool or graph.pool()
+            self._graphs[size] = graph, (rows, logits, tokens)
         torch.cuda.synchronize()
         self.capture_s = time.perf_counter() - start
 
-    def replay(self, step: StepInput, events: list[tuple[Any, Any]] | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run a decode step in the smallest graph that holds it; returns its rows' logits and tokens.
+    def replay(
+        self, num_rows: int, events: list[tuple[Any, Any]] | None
+    ) -> tuple[DecodeRows, torch.Tensor, torch.Tensor]:
+        """Run a decode step in the smallest graph that holds it; returns its rows, their logits and tokens.
 
         They are valid until the next replay. If there is a list of ``events``, start and end of the replay join it.
         """
-        num_rows = len(step.input_ids)
-        graph = self._graphs[next(size for size in self._sizes if size >= num_rows)]
-        self._fill(graph, step)
-        start, end = (torch.cuda.Event(enable_timing=events is not None) for _ in range(2))
-        start.record()
-        graph.graph.replay()
-        end.record()
-        if events is not None:
+        graph, (rows, logits, tokens) = self._graphs[self.sizes[bisect.bisect_left(self.sizes, num_rows)]]
+        if events is None:
+            graph.replay()
+        else:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
             events.append((start, end))
-        return graph.logits[:num_rows], graph.tokens[:num_rows]
-
-    def _fill(self, graph: _Graph, step: StepInput) -> None:
-        """Send a step's arrays to the device as one packet; padding rows have slot -1 and length 0."""
-        size, num_rows = graph.size, len(step.input_ids)
-        host = torch.zeros(
-            graph.packet.shape, dtype=torch.int32, device="cpu", pin_memory=True
-        )  # kept until the copy is done
-        packet = host.numpy()
-        rows = packet[: len(_ROW_FIELDS) * size].reshape(len(_ROW_FIELDS), size)
-        for row, name in zip(rows, _ROW_FIELDS, strict=True):
-            values = getattr(step, name)
-            row[:num_rows] = values.view(np.int32) if name == "temperatures" else values
-        rows[_ROW_FIELDS.index("slot_mapping"), num_rows:] = -1
-        rest = packet[rows.size :]
-        rest[: 2 * num_rows] = step.keys.astype(np.uint32).view(np.int32).ravel()
-        tables = rest[2 * size :].reshape(size, self._max_blocks)
-        assert step.block_tables is not None
-        tables[:num_rows, : step.block_tables.shape[1]] = step.block_tables
-        graph.packet.copy_(host, non_blocking=True)
-
-    def _unpack(self, graph: _Graph) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
-        size = graph.size
-        rows = graph.packet[: len(_ROW_FIELDS) * size].view(len(_ROW_FIELDS), size)
-        fields = dict(zip(_ROW_FIELDS, rows, strict=True))
-        fields["temperatures"] = fields["temperatures"].view(torch.float32)
-        rest = graph.packet[rows.numel() :]
-        return fields, rest[: 2 * size].view(size, 2), rest[2 * size :].view(size, self._max_blocks)
+        return rows.first(num_rows), logits[:num_rows], tokens[:num_rows]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from nanovllm.config import Config
-from nanovllm.engine.step import StepInput
+from nanovllm.engine.decode_state import DecodeRows, DecodeState
 from nanovllm.layers.onednn import pack_linear_weights
 from nanovllm.layers.sampler import Sampler, SamplingInputs
 
@@ -26,6 +26,9 @@ Sample = Callable[[torch.Tensor, SamplingInputs], torch.Tensor]
 
 class CpuDevice:
     """Plain torch; results are there as soon as a step returns."""
+
+    decode_state = DecodeState
+    graphs: Any = None  # captured decode steps, where the device has them
 
     def __init__(self, config: Config) -> None:
         self.torch_device = torch.device(config.device)
@@ -55,8 +58,8 @@ class CpuDevice:
     def capture(self, runner: "ModelRunner", config: Config) -> None:
         """Prepare captured decode steps, where the device has them."""
 
-    def replay(self, step: StepInput) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Run a captured decode step: logits and sampled tokens; None if there is none for it."""
+    def replay(self, num_rows: int) -> tuple[DecodeRows, torch.Tensor, torch.Tensor] | None:
+        """Run a captured `ModelRunner.decode_rows`: rows, logits, tokens; None if there is none."""
         return None
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """From sequences to the flat tensors of `LogitsExtras`, once a step and only for those that ask for extras."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
@@ -13,19 +13,17 @@ from nanovllm.layers.logits_processors import LogitsExtras
 
 def build_extras(
     seqs: SequenceOf[Sequence],
-    last_rows: dict[int, int],
     end_token_ids: Collection[int],
     vocab_size: int,
-    device: torch.device,
+    upload: Callable[[np.ndarray], torch.Tensor] = torch.from_numpy,
 ) -> LogitsExtras | None:
     """Return the extras of a step's rows, or None if no row has any.
 
     Args:
         seqs: The sequence of each row of the logits.
-        last_rows: Row of the last step's samples, by sequence id.
         end_token_ids: The tokens that `min_tokens` holds back.
         vocab_size: Number of logits a row.
-        device: Where the tensors go.
+        upload: Brings an array to the device, without waiting.
     """
     if not any(seq.sampling_params.has_extras for seq in seqs):
         return None
@@ -43,10 +41,10 @@ def build_extras(
     logprob = [(row, p.logprobs) for row, _, p in rows if p.logprobs is not None]
 
     def ints(values: ArrayLike) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
+        return upload(np.array(values, np.int64))
 
     def floats(values: ArrayLike) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device)
+        return upload(np.array(values, np.float32))
 
     return LogitsExtras(
         allowed_rows=ints([row for row, _ in allowed]),
@@ -56,7 +54,7 @@ def build_extras(
         penalty_rows=ints([row for row, _, _ in penalized]),
         seen_ids=ints(seen_ids),
         seen_counts=floats(seen_counts),
-        pending_rows=ints([last_rows[s.seq_id] if s.num_pending_tokens else -1 for _, s, _ in penalized]),
+        has_pending=ints([s.num_pending_tokens for _, s, _ in penalized]),
         penalties=floats(
             [[p.repetition_penalty, p.presence_penalty, p.frequency_penalty] for _, _, p in penalized]
         ).T.unsqueeze(-1)

@@ -19,22 +19,24 @@ import torch
 
 from nanovllm.attention import create_backend
 from nanovllm.config import Config
+from nanovllm.engine.decode_state import DecodeRows
 from nanovllm.engine.device import create_device
 from nanovllm.engine.extras import build_extras
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step import HostTensors, PendingStep, StepInput
+from nanovllm.engine.step import DecodeInput, HostTensors, PendingStep, PrefillInput
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.logits_processors import LogitsExtras, process_logits, top_logprobs
 from nanovllm.layers.sampler import SamplingInputs
 from nanovllm.models import model_class
 from nanovllm.models.config import ModelConfig
-from nanovllm.sampling_params import GREEDY_TEMPERATURE
 from nanovllm.utils.context import Context, step_context
 from nanovllm.utils.loader import fill_with_random_weights, load_model
 
 logger = logging.getLogger("nanovllm")
 
 _LOGITS_SLICE = 64  # prompt tokens whose logits exist at once
+
+Logprobs = tuple[torch.Tensor, torch.Tensor]  # token ids and values, as from `top_logprobs`
 
 
 class ModelRunner:
@@ -76,9 +78,8 @@ class ModelRunner:
             ) from error
 
     def _build(self, config: Config, folder: Path) -> None:
-        # The last step's samples, and where each sequence stands in them.
-        self._last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64)
-        self._last_rows: dict[int, int] = {}
+        self.decode_state = self.device_ops.decode_state(config.max_num_seqs, self.max_blocks, self.block_size)
+        self._last_rows: dict[int, int] = {}  # where each sequence stands in the last step's samples
         self.model = model_class(self.model_config.architecture)(self.model_config, config.max_model_len)
         if config.load_format == "dummy":
             fill_with_random_weights(self.model, config.seed % 2**32)
@@ -128,48 +129,26 @@ class ModelRunner:
         # Few long sequences compile the kernels for long contexts, many short ones need the most logits.
         counts = (-(-num_tokens // (config.max_model_len - 1)), min(config.max_num_seqs, num_tokens))
         lens = [np.full(n, num_tokens // n) + (np.arange(n) < num_tokens % n) for n in counts]
-        prefill = max(peak_bytes(functools.partial(self._run_eager, self.idle_step(n, is_prefill=True))) for n in lens)
-        sizes = [
-            1 << i for i in range(config.max_num_seqs.bit_length())
-        ]  # each number of splits is a kernel of its own
+        prefill = max(peak_bytes(functools.partial(self._run_prefill, self.idle_prefill(n))) for n in lens)
+        # Each number of splits is a kernel of its own.
+        sizes = [1 << i for i in range(config.max_num_seqs.bit_length())]
         for size in sizes if self.is_eager else ():
-            self._run_eager(self.idle_step(np.ones(min(size, config.max_num_seqs), np.int64), is_prefill=False))
-        largest = self.idle_step(np.ones(config.max_num_seqs, np.int64), is_prefill=False)
-        return prefill, peak_bytes(functools.partial(self._run_eager, largest))
+            self.decode_rows(min(size, config.max_num_seqs))
+        return prefill, peak_bytes(functools.partial(self.decode_rows, config.max_num_seqs))
 
-    def idle_step(self, lens: np.ndarray, is_prefill: bool) -> StepInput:
+    def idle_prefill(self, lens: np.ndarray) -> PrefillInput:
         """Return a step of sequences with these many new tokens that writes nothing: all slots are -1."""
         ends, num_seqs = np.cumsum(lens), len(lens)
-        cu_seqlens = np.concatenate(([0], ends)).astype(np.int32) if is_prefill else None
-        is_paged = self.backend.always_paged or not is_prefill
-        return StepInput(
+        cu_seqlens = np.concatenate(([0], ends)).astype(np.int32)
+        return PrefillInput(
             input_ids=np.zeros(ends[-1], np.int64),
             positions=np.concatenate([np.arange(length) for length in lens]),
             slot_mapping=np.full(ends[-1], -1, np.int64),
-            block_tables=np.zeros((num_seqs, self.max_blocks), np.int32) if is_paged else None,
+            block_tables=np.zeros((num_seqs, self.max_blocks), np.int32) if self.backend.always_paged else None,
             cu_seqlens_q=cu_seqlens,
             cu_seqlens_k=cu_seqlens,
-            context_lens=None if is_prefill else np.ones(num_seqs, np.int32),
             **_sampling_arrays([Sequence([0])] * num_seqs, ends - 1),
         )
-
-    def decode_packet(
-        self, fields: dict[str, torch.Tensor], keys: torch.Tensor, block_tables: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run a decode step on tensors that are on the device already, which is what a CUDA graph captures.
-
-        ``fields`` are those of `StepInput`, [num_rows] each. Returns logits [num_rows, vocabulary] and tokens.
-        """
-        context = Context(
-            slot_mapping=fields["slot_mapping"], context_lens=fields["context_lens"], block_tables=block_tables
-        )
-        with step_context(context):
-            hidden_states = self.model(self._resolve(fields["input_ids"]), fields["positions"])
-            logits = self.model.compute_logits(hidden_states)
-        inputs = SamplingInputs(
-            fields["temperatures"], keys, fields["output_positions"], fields["sample_indices"], all_greedy=False
-        )
-        return logits, self.device_ops.sample(logits, inputs)
 
     @torch.inference_mode()
     def run(self, seqs: SequenceOf[Sequence], is_prefill: bool) -> PendingStep:
@@ -178,41 +157,50 @@ class ModelRunner:
         Args:
             seqs: The step's sequences: `num_scheduled_tokens` behind `num_cached_tokens` are computed.
             is_prefill: Whether more than one token a sequence may be due.
-        """
-        with self.device_ops.active():
-            step = self.prepare_prefill(seqs) if is_prefill else self.prepare_decode(seqs)
-            sampled = [seq for seq in seqs if seq.num_cached_tokens + seq.num_scheduled_tokens == seq.num_tokens]
-            vocab_size = self.model_config.vocab_size
-            extras = build_extras(sampled, self._last_rows, self.end_token_ids, vocab_size, self.device)
-            prompt_logprobs = logprobs = tokens = None
-            replayed = None if is_prefill else self.device_ops.replay(step)
-            if replayed is not None:
-                logits, tokens = replayed
-            else:
-                context = self._context(step)
-                with step_context(context):
-                    hidden_states = self.run_model(step)
-                    if is_prefill:
-                        prompt_logprobs = self._prompt_logprobs(seqs, step, hidden_states, context)
-                    logits = self.model.compute_logits(hidden_states)  # of no row in the first chunks of a long prompt
-            if tokens is None or extras is not None:
-                tokens, logprobs = self._sample(step, extras, logits)
-            if step.block_copies is not None:
-                source, target = self._to_device(step.block_copies).unbind(1)
-                self.kv_cache[:, :, target] = self.kv_cache[:, :, source]
-            self._last_tokens[: len(tokens)] = tokens
-            self._last_rows = {seq.seq_id: row for row, seq in enumerate(sampled)}
-            return PendingStep(
-                seqs=seqs,
-                rows=[self._last_rows.get(seq.seq_id) for seq in seqs],
-                tokens=self._download(tokens),
-                logprobs=None if logprobs is None else self._download(*logprobs),
-                prompt_logprobs={i: [self._download(*s) for s in slices] for i, slices in prompt_logprobs.items()}
-                if prompt_logprobs
-                else None,
-            )
 
-    def prepare_prefill(self, seqs: SequenceOf[Sequence]) -> StepInput:
+        Raises:
+            RuntimeError: The device's memory does not suffice; names what to lower.
+        """
+        try:
+            with self.device_ops.active():
+                return self._prefill(seqs) if is_prefill else self._decode(seqs)
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError(
+                f"Out of memory on {self.device} in a {'prefill' if is_prefill else 'decode'} step of {len(seqs)} "
+                f"sequences: {str(error).splitlines()[0]} All requests are dropped; the engine can go on. Lower "
+                "gpu_memory_utilization, max_num_batched_tokens or max_num_seqs, or free the device."
+            ) from error
+
+    def _prefill(self, seqs: SequenceOf[Sequence]) -> PendingStep:
+        self.decode_state.forget(seqs)
+        step = self.prepare_prefill(seqs)
+        sampled = [seq for seq in seqs if seq.num_cached_tokens + seq.num_scheduled_tokens == seq.num_tokens]
+        tokens, logprobs, prompt_logprobs = self._run_prefill(step, sampled, seqs)
+        self._last_rows = {seq.seq_id: row for row, seq in enumerate(sampled)}
+        rows = [self._last_rows.get(seq.seq_id) for seq in seqs]
+        return self._promise(seqs, rows, tokens, logprobs, prompt_logprobs)
+
+    def _decode(self, seqs: SequenceOf[Sequence]) -> PendingStep:
+        state = self.decode_state
+        step = self.prepare_decode(seqs)
+        if any(part.size for part in step.parts):
+            state.apply(self._to_device(step.packet), step)
+        if step.order is not None:
+            self._last_rows = {seq.seq_id: row for row, seq in enumerate(state.seqs)}
+        extras = self._extras(state.seqs)
+        replayed = self.device_ops.replay(len(seqs))
+        logprobs = None
+        if replayed is None:
+            tokens, logprobs = self.decode_rows(len(seqs), extras)[-2:]
+        else:
+            rows, logits, tokens = replayed
+            if extras is not None:
+                rows = rows.first(len(seqs))
+                tokens, logprobs = self._sample(logits, rows.sampling, extras, rows.input_ids)
+                state.replace_tokens(tokens)
+        return self._promise(seqs, state.rows, tokens, logprobs, None)
+
+    def prepare_prefill(self, seqs: SequenceOf[Sequence]) -> PrefillInput:
         """Lay out a prefill step: the scheduled tokens of all sequences in one row."""
         forks = [seq for seq in seqs if not seq.num_scheduled_tokens]
         seqs = [seq for seq in seqs if seq.num_scheduled_tokens]
@@ -233,7 +221,7 @@ class ModelRunner:
                     rows.append((fork, last))
                     if end % self.block_size:
                         copies.append((seq.block_table[-1], fork.block_table[-1]))
-        return StepInput(
+        return PrefillInput(
             input_ids=np.array(
                 [token for seq, a, b in zip(seqs, starts, ends, strict=True) for token in seq.token_ids[a:b]], np.int64
             ),
@@ -242,40 +230,36 @@ class ModelRunner:
             block_tables=tables if any(starts) or self.backend.always_paged else None,
             cu_seqlens_q=cu_seqlens_q.astype(np.int32),
             cu_seqlens_k=np.concatenate(([0], np.cumsum(ends))).astype(np.int32),
-            context_lens=None,
             block_copies=np.array(copies, np.int64) if copies else None,
             **_sampling_arrays([seq for seq, _ in rows], [last for _, last in rows]),
         )
 
-    def prepare_decode(self, seqs: SequenceOf[Sequence]) -> StepInput:
-        """Lay out a decode step: the newest token of each sequence."""
-        positions = np.array([seq.num_tokens - 1 for seq in seqs])
-        tables = _block_tables(seqs)
-        blocks = tables[np.arange(len(seqs)), positions // self.block_size].astype(np.int64)
-        last_rows = self._last_rows
-        return StepInput(
-            input_ids=np.array(
-                [-1 - last_rows[seq.seq_id] if seq.num_pending_tokens else seq.last_token for seq in seqs], np.int64
-            ),
-            positions=positions,
-            slot_mapping=blocks * self.block_size + positions % self.block_size,
-            block_tables=tables,
-            cu_seqlens_q=None,
-            cu_seqlens_k=None,
-            context_lens=(positions + 1).astype(np.int32),
-            **_sampling_arrays(seqs, range(len(seqs))),
-        )
+    def prepare_decode(self, seqs: SequenceOf[Sequence]) -> DecodeInput:
+        """Return what the device does not know yet of a decode step: the newest token of each sequence."""
+        return self.decode_state.prepare(seqs, self._last_rows)
 
-    def run_model(self, step: StepInput) -> torch.Tensor:
-        """Run the forward of one step; returns hidden states [num_tokens, hidden]."""
-        input_ids = self._to_device(step.input_ids)
-        if (step.input_ids < 0).any():
-            input_ids = self._resolve(input_ids)
-        return self.model(input_ids, self._to_device(step.positions))
+    def decode_rows(
+        self, num_rows: int, extras: LogitsExtras | None = None, out: torch.Tensor | None = None
+    ) -> tuple[DecodeRows, torch.Tensor, torch.Tensor, Logprobs | None]:
+        """Compute the next token of the first rows of `decode_state` and advance them.
+
+        Without extras this is what a CUDA graph captures. Returns the rows, their logits [num_rows, vocabulary] (in
+        ``out`` if it is given), tokens [num_rows], and log-probabilities if a row asks for them.
+        """
+        rows = self.decode_state.lay_out(num_rows)
+        with step_context(rows.context):
+            logits = self.model.compute_logits(self.model(rows.input_ids, rows.positions), out)
+        tokens, logprobs = self._sample(logits, rows.sampling, extras, rows.input_ids)
+        self.decode_state.advance(tokens)
+        return rows, logits, tokens, logprobs
+
+    def run_model(self, step: PrefillInput) -> torch.Tensor:
+        """Run the forward of a prefill step; returns hidden states [num_tokens, hidden]."""
+        return self.model(self._to_device(step.input_ids), self._to_device(step.positions))
 
     def exit(self) -> None:
         """Let go of weights and cache."""
-        for name in ("model", "kv_cache", "_last_tokens"):
+        for name in ("model", "kv_cache", "decode_state"):
             if hasattr(self, name):
                 delattr(self, name)
         if hasattr(self, "device_ops"):  # not if it could not be built
@@ -285,61 +269,84 @@ class ModelRunner:
         if not sys.is_finalizing():
             self.exit()
 
-    def _context(self, step: StepInput) -> Context:
-        return Context(
+    def _run_prefill(
+        self, step: PrefillInput, sampled: SequenceOf[Sequence] = (), seqs: SequenceOf[Sequence] = ()
+    ) -> tuple[torch.Tensor, Logprobs | None, dict[int, list[Logprobs]] | None]:
+        """Run a prefill step; returns tokens and log-probabilities of the ``sampled`` rows, and those of prompts."""
+        context = Context(
             slot_mapping=self._to_device(step.slot_mapping),
-            cu_seqlens_q=self._to_device_if(step.cu_seqlens_q),
-            cu_seqlens_k=self._to_device_if(step.cu_seqlens_k),
-            max_seqlen_q=0 if step.cu_seqlens_q is None else int(np.diff(step.cu_seqlens_q).max()),
-            max_seqlen_k=0 if step.cu_seqlens_k is None else int(np.diff(step.cu_seqlens_k).max()),
-            context_lens=self._to_device_if(step.context_lens),
-            block_tables=self._to_device_if(step.block_tables),
+            cu_seqlens_q=self._to_device(step.cu_seqlens_q),
+            cu_seqlens_k=self._to_device(step.cu_seqlens_k),
+            max_seqlen_q=int(np.diff(step.cu_seqlens_q).max()),
+            max_seqlen_k=int(np.diff(step.cu_seqlens_k).max()),
+            block_tables=None if step.block_tables is None else self._to_device(step.block_tables),
             logits_indices=self._to_device(step.logits_indices),
         )
+        with step_context(context):
+            input_ids = self._to_device(step.input_ids)
+            hidden_states = self.model(input_ids, self._to_device(step.positions))
+            prompt_logprobs = self._prompt_logprobs(seqs, hidden_states, context)
+            logits = self.model.compute_logits(hidden_states)  # of no row in the first chunks of a long prompt
+        tokens, logprobs = torch.empty(0, dtype=torch.int64, device=self.device), None
+        if len(logits):
+            sampling = SamplingInputs(
+                self._to_device(step.temperatures),
+                self._to_device(step.keys),
+                self._to_device(step.output_positions),
+                self._to_device(step.sample_indices),
+            )
+            newest_tokens = input_ids[context.logits_indices]
+            tokens, logprobs = self._sample(logits, sampling, self._extras(sampled), newest_tokens)
+        if step.block_copies is not None:
+            source, target = self._to_device(step.block_copies).unbind(1)
+            self.kv_cache[:, :, target] = self.kv_cache[:, :, source]
+        self.decode_state.last_tokens[: len(tokens)] = tokens
+        return tokens, logprobs, prompt_logprobs
 
-    def _resolve(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Return ids with each -1 - i replaced by the last step's sample in row i."""
-        from_last = self._last_tokens[(-1 - input_ids).clamp(min=0)]
-        return torch.where(input_ids < 0, from_last.to(input_ids.dtype), input_ids)
-
-    def _run_eager(self, step: StepInput) -> torch.Tensor:
-        """Run one step without extras; returns its tokens."""
-        with step_context(self._context(step)):
-            logits = self.model.compute_logits(self.run_model(step))
-        return self._sample(step, None, logits)[0]
+    def _extras(self, seqs: SequenceOf[Sequence]) -> LogitsExtras | None:
+        return build_extras(seqs, self.end_token_ids, self.model_config.vocab_size, self._to_device)
 
     def _sample(
-        self, step: StepInput, extras: LogitsExtras | None, logits: torch.Tensor
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
-        """Return the tokens sampled in a step, and log-probabilities if a row asks for them."""
-        if not len(logits):
-            return torch.empty(0, dtype=torch.int64, device=self.device), None
-        inputs = SamplingInputs(
-            temperatures=self._to_device(step.temperatures),
-            keys=self._to_device(step.keys),
-            positions=self._to_device(step.output_positions),
-            sample_indices=self._to_device(step.sample_indices),
-            all_greedy=bool((step.temperatures <= GREEDY_TEMPERATURE).all()),
-        )
+        self, logits: torch.Tensor, sampling: SamplingInputs, extras: LogitsExtras | None, newest_tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, Logprobs | None]:
+        """Return the tokens sampled from logits, and log-probabilities if a row asks for them."""
         if extras is None:
-            return self.device_ops.sample(logits, inputs), None
-        tokens = self.device_ops.sample(process_logits(logits, extras, self._last_tokens), inputs)
+            return self.device_ops.sample(logits, sampling), None
+        tokens = self.device_ops.sample(process_logits(logits, extras, newest_tokens), sampling)
         rows = extras.logprob_rows
         return tokens, top_logprobs(logits[rows], tokens[rows], extras.num_logprobs) if len(rows) else None
 
+    def _promise(
+        self,
+        seqs: SequenceOf[Sequence],
+        rows: SequenceOf[int | None],
+        tokens: torch.Tensor,
+        logprobs: Logprobs | None,
+        prompt_logprobs: dict[int, list[Logprobs]] | None,
+    ) -> PendingStep:
+        """Start the copies of a step's results to the host."""
+        return PendingStep(
+            seqs=seqs,
+            rows=rows,
+            tokens=self._download(tokens),
+            logprobs=None if logprobs is None else self._download(*logprobs),
+            prompt_logprobs={i: [self._download(*s) for s in slices] for i, slices in prompt_logprobs.items()}
+            if prompt_logprobs
+            else None,
+        )
+
     def _prompt_logprobs(
-        self, seqs: SequenceOf[Sequence], step: StepInput, hidden_states: torch.Tensor, context: Context
-    ) -> dict[int, list[tuple[torch.Tensor, torch.Tensor]]] | None:
+        self, seqs: SequenceOf[Sequence], hidden_states: torch.Tensor, context: Context
+    ) -> dict[int, list[Logprobs]] | None:
         """Return log-probabilities of the prompt tokens that this step's chunks predict, for those that ask."""
-        assert step.cu_seqlens_q is not None
-        found: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        found: dict[int, list[Logprobs]] = {}
         first_index = 0
         for i, seq in enumerate(seqs):
             if seq.num_scheduled_tokens and seq.wants_prompt_logprobs:
                 start = seq.num_cached_tokens
                 targets = seq.token_ids[start + 1 : min(start + 1 + seq.num_scheduled_tokens, seq.num_prompt_tokens)]
                 for at in range(0, len(targets), _LOGITS_SLICE):
-                    chosen = torch.tensor(targets[at : at + _LOGITS_SLICE], device=self.device)
+                    chosen = self._to_device(np.array(targets[at : at + _LOGITS_SLICE], np.int64))
                     rows = torch.arange(first_index + at, first_index + at + len(chosen), device=self.device)
                     with step_context(dataclasses.replace(context, logits_indices=rows)):
                         logits = self.model.compute_logits(hidden_states)
@@ -356,12 +363,9 @@ class ModelRunner:
         waits = [self.device_ops.download(tensor) for tensor in tensors]
         return lambda: tuple(wait().tolist() for wait in waits)
 
-    def _to_device_if(self, array: np.ndarray | None) -> torch.Tensor | None:
-        return None if array is None else self._to_device(array)
-
 
 def _sampling_arrays(seqs: SequenceOf[Sequence], logits_indices: Iterable[int]) -> dict[str, Any]:
-    """Return the fields of `StepInput` that have one entry for each sampled row."""
+    """Return the fields of `PrefillInput` that have one entry for each sampled row."""
     keys = np.array([seq.request_key for seq in seqs], np.uint64)
     return {
         "logits_indices": np.array(list(logits_indices), np.int64),

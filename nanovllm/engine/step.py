@@ -12,12 +12,11 @@ from nanovllm.outputs import Logprobs
 
 
 @dataclass(frozen=True)
-class StepInput:
-    """One step as flat arrays; the fields of `Context` have their meaning there.
+class PrefillInput:
+    """One prefill step as flat arrays; the fields of `Context` have their meaning there.
 
     Attributes:
-        input_ids: [num_tokens] int64; -1 - i stands for the token that the last step sampled in its row i, which
-            need not be known here.
+        input_ids: [num_tokens] int64.
         positions: [num_tokens] int64.
         logits_indices: [num_rows] int64, the tokens after which one is sampled.
         temperatures: [num_rows] float32.
@@ -31,15 +30,45 @@ class StepInput:
     positions: np.ndarray
     slot_mapping: np.ndarray
     block_tables: np.ndarray | None
-    cu_seqlens_q: np.ndarray | None
-    cu_seqlens_k: np.ndarray | None
-    context_lens: np.ndarray | None
+    cu_seqlens_q: np.ndarray
+    cu_seqlens_k: np.ndarray
     logits_indices: np.ndarray
     temperatures: np.ndarray
     keys: np.ndarray
     output_positions: np.ndarray
     sample_indices: np.ndarray
     block_copies: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class DecodeInput:
+    """What the device does not know yet of a decode step; the rest it has kept from the last one (see `DecodeState`).
+
+    Attributes:
+        num_rows: Sequences in the step.
+        order: [num_rows] int32, lane of each row; None: as in the last step.
+        new_rows: [num_new, 1 + NUM_FIELDS] int32, lane and fields of each row that came; a negative input id -1 - i
+            stands for the token that the last step sampled in its row i, which need not be known here.
+        new_tables: [num_new, width] int32, their block tables.
+        new_blocks: [num_blocks, 3] int32, lane, index and block of each block appended to a table.
+    """
+
+    num_rows: int
+    order: np.ndarray | None
+    new_rows: np.ndarray
+    new_tables: np.ndarray
+    new_blocks: np.ndarray
+
+    @property
+    def parts(self) -> list[np.ndarray]:
+        """The arrays in the order in which `packet` has them."""
+        order = np.empty(0, np.int32) if self.order is None else self.order
+        return [order, self.new_rows, self.new_tables, self.new_blocks]
+
+    @property
+    def packet(self) -> np.ndarray:
+        """All of it as one array, to be uploaded at once."""
+        return np.concatenate([part.ravel() for part in self.parts])
 
 
 class StepOutput(NamedTuple):
@@ -73,7 +102,7 @@ class PendingStep:
     """
 
     seqs: SequenceOf[Sequence]
-    rows: list[int | None]
+    rows: SequenceOf[int | None]
     tokens: HostTensors
     logprobs: HostTensors | None = None
     prompt_logprobs: dict[int, list[HostTensors]] | None = None

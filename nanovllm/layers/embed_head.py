@@ -52,7 +52,8 @@ class ParallelLMHead(VocabParallelEmbedding):
         """See `LinearBase.multiply`."""
         return F.linear(x, self.weight)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map [num_tokens, hidden] to this rank's part of [num_rows, vocabulary]."""
+    def forward(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Map [num_tokens, hidden] to this rank's part of [num_rows, vocabulary], in ``out`` if it is given."""
         rows = get_context().logits_indices
-        return self.multiply(x if rows is None else x[rows])
+        x = x if rows is None else x[rows]
+        return self.multiply(x) if out is None else torch.mm(x, self.weight.T, out=out)

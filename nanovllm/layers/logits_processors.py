@@ -23,8 +23,7 @@ class LogitsExtras:
         penalty_rows: [P] rows with penalties.
         seen_ids: [P, U] int64, token ids of prompt and completion; equal ids have equal counts.
         seen_counts: [P, U] float32, how often each occurs in the completion.
-        pending_rows: [P] row of the last step's samples that holds the row's newest token if the host does not know
-            it yet, else -1.
+        has_pending: [P], 1 where the host does not know the row's newest token yet, else 0.
         penalties: [3, P, 1] float32: repetition, presence, frequency.
         filter_rows: [F] rows with top_k, top_p or min_p.
         filter_temperatures, min_p, top_p: [F, 1] float32.
@@ -42,7 +41,7 @@ class LogitsExtras:
     penalty_rows: torch.Tensor
     seen_ids: torch.Tensor
     seen_counts: torch.Tensor
-    pending_rows: torch.Tensor
+    has_pending: torch.Tensor
     penalties: torch.Tensor
     filter_rows: torch.Tensor
     filter_temperatures: torch.Tensor
@@ -55,13 +54,13 @@ class LogitsExtras:
     num_logprobs: int
 
 
-def process_logits(logits: torch.Tensor, extras: LogitsExtras, last_tokens: torch.Tensor) -> torch.Tensor:
+def process_logits(logits: torch.Tensor, extras: LogitsExtras, newest_tokens: torch.Tensor) -> torch.Tensor:
     """Return float32 logits [num_rows, vocabulary] with the extras applied.
 
     Args:
         logits: [num_rows, vocabulary], left as they are.
         extras: What to apply.
-        last_tokens: The last step's samples, which `pending_rows` refers to.
+        newest_tokens: [num_rows], each row's newest token; read where it is pending.
     """
     logits = logits.to(torch.float32, copy=True)
     if len(extras.allowed_rows):
@@ -72,7 +71,7 @@ def process_logits(logits: torch.Tensor, extras: LogitsExtras, last_tokens: torc
     if len(extras.bias_values):
         logits.index_put_(tuple(extras.bias_at), extras.bias_values, accumulate=True)
     if len(extras.penalty_rows):
-        logits[extras.penalty_rows] = _penalize(logits[extras.penalty_rows], extras, last_tokens)
+        logits[extras.penalty_rows] = _penalize(logits[extras.penalty_rows], extras, newest_tokens)
     if len(extras.filter_rows):
         rows = logits[extras.filter_rows]
         kept = filter_mask(
@@ -87,13 +86,13 @@ def process_logits(logits: torch.Tensor, extras: LogitsExtras, last_tokens: torc
     return logits
 
 
-def _penalize(logits: torch.Tensor, extras: LogitsExtras, last_tokens: torch.Tensor) -> torch.Tensor:
+def _penalize(logits: torch.Tensor, extras: LogitsExtras, newest_tokens: torch.Tensor) -> torch.Tensor:
     """Apply repetition, presence and frequency penalties to the tokens seen so far."""
     ids, counts = extras.seen_ids, extras.seen_counts
     # A token that the host does not know yet counts as well. Equal ids need equal counts, since one of them is
     # scattered last; seen_ids may repeat its first id.
-    is_pending = (extras.pending_rows >= 0).unsqueeze(1)
-    newest = torch.where(is_pending, last_tokens[extras.pending_rows.clamp(min=0)].unsqueeze(1), ids[:, :1])
+    is_pending = extras.has_pending.unsqueeze(1) > 0
+    newest = torch.where(is_pending, newest_tokens[extras.penalty_rows].unsqueeze(1), ids[:, :1])
     is_newest = ids == newest
     before = torch.where(is_newest, counts, 0).amax(1, keepdim=True)
     ids = torch.cat((ids, newest), 1)

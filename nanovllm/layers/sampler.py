@@ -9,7 +9,7 @@ easy as 1, 2, 3", SC 2011). Its key is the request's; its counter is made of out
 id. Batch row, neighbours, step and preemption do not enter, so they change nothing.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +25,7 @@ _MASK32 = 0xFFFFFFFF
 _CHUNK_LEVEL, _TOKEN_LEVEL = 0, 1
 
 
-@dataclass(frozen=True)
-class SamplingInputs:
+class SamplingInputs(NamedTuple):
     """One row for each token to sample.
 
     Attributes:
@@ -34,14 +33,12 @@ class SamplingInputs:
         keys: [num_rows, 2] int64, low and high 32 bits of each request's key.
         positions: [num_rows] int64, how many tokens of the completion come before.
         sample_indices: [num_rows] int64, which of a request's samples this is.
-        all_greedy: Whether no row needs noise.
     """
 
     temperatures: torch.Tensor
     keys: torch.Tensor
     positions: torch.Tensor
     sample_indices: torch.Tensor
-    all_greedy: bool
 
 
 def philox(counter: tuple[torch.Tensor, ...], key: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -125,9 +122,9 @@ class Sampler(nn.Module):
     def forward(self, logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
         """Map logits [num_rows, vocabulary] to token ids [num_rows] int64."""
         greedy = logits.argmax(dim=-1)
-        if inputs.all_greedy:
-            return greedy
         is_greedy = inputs.temperatures <= GREEDY_TEMPERATURE
+        if bool(is_greedy.all()):
+            return greedy
         temperatures = torch.where(is_greedy, 1.0, inputs.temperatures)
-        safe = SamplingInputs(temperatures, inputs.keys, inputs.positions, inputs.sample_indices, False)
+        safe = SamplingInputs(temperatures, inputs.keys, inputs.positions, inputs.sample_indices)
         return torch.where(is_greedy, greedy, sample_two_level(logits.float(), safe))

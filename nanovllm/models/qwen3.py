@@ -137,6 +137,6 @@ class Qwen3ForCausalLM(nn.Module):
         """Map ids and positions [num_tokens] to hidden states [num_tokens, hidden]."""
         return self.model(input_ids, positions)
 
-    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Map hidden states to logits for the rows that the context asks for."""
-        return self.lm_head(hidden_states)
+    def compute_logits(self, hidden_states: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Map hidden states to logits for the rows that the context asks for, in ``out`` if it is given."""
+        return self.lm_head(hidden_states, out)
