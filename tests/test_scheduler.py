@@ -300,6 +300,17 @@ def test_a_block_that_fills_up_is_offered_only_once_its_tokens_are_known():
     assert scheduler.block_manager.hash_to_block_id == {BlockManager.compute_hash([0, 1, 2, 9]): 0}
 
 
+@BOTH_LOOPS
+@pytest.mark.parametrize(("max_tokens", "num_cached"), [(1, 4), (2, 4), (3, 8), (6, 8), (7, 12)])
+def test_the_next_turn_of_a_dialog_finds_all_full_blocks_of_the_last_one(max_tokens, num_cached, lookahead):
+    """With lookahead, a block that the last token but one completed was given up before that token was known."""
+    llm = make_llm(20, 4, lookahead=lookahead)
+    prompt = list(distinct(6, 0))
+    (first,) = llm.generate([prompt], greedy(max_tokens), use_tqdm=False)
+    (second,) = llm.generate([prompt + first.token_ids + [1]], greedy(1), use_tqdm=False)
+    assert second.num_cached_tokens == num_cached  # all but the last token were computed
+
+
 # Ends.
 
 

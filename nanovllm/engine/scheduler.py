@@ -72,7 +72,8 @@ class Scheduler:
         """Book a scheduled step as launched: its KV counts as computed, its samples as pending.
 
         A sequence whose last token is now sampled gives up its place and blocks at once, though that token is not known
-        yet: whatever is launched next on the device runs after this step.
+        yet: whatever is launched next on the device runs after this step. If the token before is not known either, it
+        waits for that one, which may complete a block for the prefix cache.
         """
         some_released = False
         for seq in seqs:
@@ -80,7 +81,7 @@ class Scheduler:
             seq.num_scheduled_tokens = 0
             if seq.num_cached_tokens == seq.num_tokens:
                 seq.num_pending_tokens += 1
-                if seq.reached_limit:
+                if seq.reached_limit and seq.num_pending_tokens == 1:
                     self._release(seq)
                     some_released = True
         if some_released:
@@ -104,8 +105,8 @@ class Scheduler:
                 self.block_manager.hash_blocks(seq)
             if token_id is not None:
                 self._finish_if_ended(seq, token_id)
-        if any(seq.is_finished for seq in seqs):
-            self.running = [seq for seq in self.running if not seq.is_finished]
+        if not all(seq.block_table for seq in seqs):
+            self.running = [seq for seq in self.running if seq.block_table]
 
     def preempt(self, seq: Sequence) -> None:
         """Take a running sequence's blocks; it waits at the front and recomputes its KV later.
@@ -239,8 +240,11 @@ class Scheduler:
             seq.stop_reason = seq.stop_finder.find(seq.token_ids, seq.num_prompt_tokens)
         if seq.stop_reason is not None:
             self._finish(seq, "stop")
-        elif seq.reached_limit and not seq.num_pending_tokens:  # else its last token is still under way
-            self._finish(seq, "length")
+        elif seq.reached_limit:
+            if seq.num_pending_tokens:  # its last token is still under way
+                self._release(seq)
+            else:
+                self._finish(seq, "length")
 
     def _release(self, seq: Sequence) -> None:
         if seq.block_table:
