@@ -5,6 +5,7 @@ import inspect
 import itertools
 import time
 import weakref
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import Any
@@ -38,6 +39,7 @@ class LLM:
     def __init__(self, model: str, **knobs: Any) -> None:
         self.engine = LLMEngine(model, **knobs)
         self._others: list[RequestOutput] = []  # outputs of requests that a running generate does not own
+        self._aborts: deque[int] = deque()  # ids whose abort waits for the end of a step
         self._last_run: weakref.ref[Generator] | None = None
 
     def __enter__(self) -> "LLM":
@@ -163,7 +165,9 @@ class LLM:
         return self.engine.add_request(prompt, sampling_params)
 
     def step(self) -> tuple[list[RequestOutput], int]:
-        """See `LLMEngine.step`."""
+        """See `LLMEngine.step`; RuntimeError too while a generate or stream is under way, which steps by itself."""
+        self._check_idle()
+        self._carry_out_aborts({})
         outputs, num_tokens = self.engine.step()
         others, self._others = self._others, []
         return others + outputs, num_tokens
@@ -177,8 +181,11 @@ class LLM:
         return self.engine.stats()
 
     def abort(self, request_id: int) -> None:
-        """See `LLMEngine.abort`."""
-        self.engine.abort(request_id)
+        """Drop a request without an output; a row of a generate or stream under way ends with an error."""
+        if self._is_under_way():
+            self._aborts.append(request_id)
+        else:
+            self.engine.abort(request_id)
 
     def exit(self) -> None:
         """Let go of weights, cache and requests; any number of times."""
@@ -206,11 +213,19 @@ class LLM:
             self.engine.encode([])  # raises if there is no tokenizer
         return self._run(_rows(prompts, params), _Progress(self.engine, total, use_tqdm), on_error)
 
-    def _check_idle(self) -> None:
+    def _is_under_way(self) -> bool:
         # Read off the generator itself: a flag could be left standing by an interrupt that comes before its reset.
         last = self._last_run() if self._last_run is not None else None
-        if last is not None and inspect.getgeneratorstate(last) in (inspect.GEN_RUNNING, inspect.GEN_SUSPENDED):
+        return last is not None and inspect.getgeneratorstate(last) in (inspect.GEN_RUNNING, inspect.GEN_SUSPENDED)
+
+    def _check_idle(self) -> None:
+        if self._is_under_way():
             raise RuntimeError("Another generate or stream is under way on this LLM; end it first.")
+
+    def _carry_out_aborts(self, index_of: dict[int, int]) -> None:
+        while self._aborts:
+            request_id = self._aborts.popleft()
+            self.engine.abort(request_id, "The request was aborted." if request_id in index_of else None)
 
     def _run(self, rows: Iterator[Row], progress: "_Progress", on_error: str) -> Iterator[RequestOutput]:
         """Start `_run_rows`, of which there may be one at a time, when its first output is asked for."""
@@ -228,13 +243,18 @@ class LLM:
             has_more = True
             while has_more or index_of:
                 outputs: list[RequestOutput] = []
+                self._carry_out_aborts(index_of)
                 # Taken and tokenized piece by piece, so that the first prompts run while the last are still text.
                 if has_more and len(self.engine.scheduler.waiting) < self.engine.config.max_num_seqs:
                     piece = list(itertools.islice(rows, _PIECE))
                     has_more = len(piece) == _PIECE
                     outputs = self._add(piece, index_of)
-                elif has_more or index_of:  # without rows of its own it makes room for them
+                else:  # without rows of its own it makes room for them
                     ended, _ = self.engine.step()
+                    if not ended and self.engine.is_finished():  # else the loop would wait for them for ever
+                        gone = "The request was aborted, or its output was taken, by a direct call of the engine."
+                        outputs = [RequestOutput.refused(index, [], gone) for index in index_of.values()]
+                        index_of.clear()
                     for output in ended:
                         if output.request_id in index_of:
                             index = index_of.pop(output.request_id)

@@ -4,7 +4,7 @@ import sys
 import threading
 
 import pytest
-from fakes import LOOKAHEADS, Watch, make_llm, naive_completion
+from fakes import LOOKAHEADS, Watch, make_llm, naive_completion, run_until_idle
 
 from nanovllm.sampling_params import SamplingParams
 
@@ -104,6 +104,138 @@ def test_rows_that_an_interrupted_call_left_waiting_do_not_block_the_next(lookah
 
 def raise_interrupt(*_):
     raise KeyboardInterrupt
+
+
+@BOTH_LOOPS
+def test_statistics_go_on_after_an_error(lookahead):
+    """The clean start after an error set the count of preemptions, alone of all, back to 0."""
+    llm = make_llm(6, 4, lookahead=lookahead)
+    prompts = [[1, 2, 3, i] for i in range(6)]
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    llm.generate(prompts, params, use_tqdm=False)
+    before = llm.stats()
+    assert before["num_preemptions"] > 0
+    llm.engine.model_runner.on_run = raise_interrupt
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1]], params, use_tqdm=False)
+    assert llm.stats() == before
+    llm.engine.model_runner.on_run = None
+    llm.generate(prompts, params, use_tqdm=False)
+    assert llm.stats()["num_preemptions"] == 2 * before["num_preemptions"]
+
+
+# Aborts and steps by hand while a call is under way.
+
+LENGTHS = [4, 30, 12]
+ROWS = [[1, 2, 3], [4], [7, 8, 9, 10]], [SamplingParams(temperature=0.0, max_tokens=n) for n in LENGTHS]
+
+
+def assert_rows(outputs, aborted, error):
+    """Assert that the ROWS in ``aborted`` ended with the error, and the others as if nothing had been."""
+    outputs = {output.index: output for output in outputs}
+    assert sorted(outputs) == [0, 1, 2]
+    for i, (prompt, params) in enumerate(zip(*ROWS, strict=True)):
+        expected, _ = naive_completion(prompt, params)
+        if i in aborted:
+            assert (outputs[i].finish_reason, outputs[i].outputs[0].error) == ("error", outputs[i].error)
+            assert error in outputs[i].error
+            assert len(outputs[i].token_ids) < LENGTHS[i]
+            assert outputs[i].token_ids == expected[: len(outputs[i].token_ids)]
+        else:
+            assert (outputs[i].token_ids, outputs[i].error) == (expected, None)
+
+
+@BOTH_LOOPS
+def test_a_row_aborted_within_the_loop_over_its_stream_ends_with_an_error(lookahead):
+    """The stream waited for the aborted row for ever."""
+    llm = make_llm(40, 4, lookahead=lookahead)
+    Watch(llm.engine)
+    outputs = []
+    for output in llm.stream(*ROWS):
+        outputs.append(output)
+        if output.index == 0:
+            llm.abort(output.request_id + 1)
+            llm.abort(output.request_id + 1)
+    assert_rows(outputs, {1}, "The request was aborted.")
+    assert (outputs[1].index, outputs[1].prompt_token_ids, len(outputs[1].token_ids) >= 4) == (1, [4], True)
+    assert_serves_again(llm, [[1], [2]])
+
+
+@BOTH_LOOPS
+@pytest.mark.parametrize("number", [1, 2, 3, 9])
+def test_a_row_of_a_generate_may_be_aborted_by_another_thread(number, lookahead):
+    """It was dropped in the middle of a step, and generate waited for it for ever."""
+    llm = make_llm(40, 4, lookahead=lookahead, max_num_seqs=2)  # the third waits
+    Watch(llm.engine)
+    mine = llm.add_request([5, 6], SamplingParams(temperature=0.0, max_tokens=40))
+
+    def on_run(count):
+        if count == number:
+            for id_ in (mine, mine + 2, mine + 3):
+                assert in_thread(lambda id_=id_: llm.abort(id_)) is None
+
+    llm.engine.model_runner.on_run = on_run
+    assert_rows(llm.generate(*ROWS, use_tqdm=False), {1, 2}, "The request was aborted.")
+    assert_serves_again(llm, [[1], [2]])  # an aborted request that was added by hand gives no output
+
+
+@BOTH_LOOPS
+def test_an_abort_in_the_loop_over_a_stream_that_is_left_at_once_is_not_forgotten(lookahead):
+    llm = make_llm(40, 4, lookahead=lookahead)
+    mine = llm.add_request([5, 6], SamplingParams(temperature=0.0, max_tokens=40))
+    stream = llm.stream(*ROWS)
+    assert next(stream).index == 0
+    llm.abort(mine)
+    stream.close()
+    assert llm.step() == ([], 0)
+    assert_serves_again(llm, [[1], [2]])
+
+
+@BOTH_LOOPS
+def test_all_samples_of_an_aborted_row_come_with_what_they_have(lookahead):
+    llm = make_llm(40, 4, lookahead=lookahead, max_num_seqs=3)  # a part of them waits
+    params = [SamplingParams(max_tokens=5), SamplingParams(max_tokens=30, n=4)]
+    first, second = (llm.abort(out.request_id + 1) or out for out in llm.stream([[1, 2], [3, 4, 5]], params))
+    assert (first.index, first.error) == (0, None)
+    assert second.prompt_token_ids == [3, 4, 5]
+    assert [sample.finish_reason for sample in second.outputs] == ["error"] * 4
+    assert second.outputs[0].token_ids and not second.outputs[3].token_ids
+    for i, sample in enumerate(second.outputs):
+        expected, _ = naive_completion([3, 4, 5], params[1], sample_index=i)
+        assert sample.token_ids == expected[: len(sample.token_ids)]
+    assert_serves_again(llm, [[1], [2]])
+
+
+def test_a_step_by_hand_within_the_loop_over_a_stream_is_refused_and_harms_nothing():
+    """It took the outputs of the stream's rows away, for which the stream then waited for ever."""
+    llm = make_llm(40, 4)
+    outputs = []
+    for output in llm.stream(*ROWS):
+        outputs.append(output)
+        with pytest.raises(RuntimeError, match="Another generate or stream is under way on this LLM"):
+            llm.step()
+    assert_rows(outputs, set(), None)
+
+
+@BOTH_LOOPS
+@pytest.mark.parametrize(
+    ("meddle", "lost"),
+    [
+        (lambda llm, id_: llm.engine.abort(id_), {1}),
+        (lambda llm, id_: run_until_idle(llm.engine), {1, 2}),
+        (lambda llm, id_: llm.engine.reset(), {1, 2}),
+    ],
+    ids=["abort", "step", "reset"],
+)
+def test_rows_that_the_engine_lost_by_a_direct_call_end_with_an_error(meddle, lost, lookahead):
+    llm = make_llm(40, 4, lookahead=lookahead)
+    outputs = []
+    for output in llm.stream(*ROWS):
+        outputs.append(output)
+        if output.index == 0:
+            meddle(llm, output.request_id + 1)
+    assert_rows(outputs, lost, "The request was aborted, or its output was taken, by a direct call of the engine.")
+    assert_serves_again(llm, [[1], [2]])
 
 
 # Other threads.

@@ -98,6 +98,8 @@ class LLMEngine:
 
     def reset(self) -> None:
         """Forget all requests, steps under way and the prefix cache: a clean start, whatever state an error left."""
+        if hasattr(self, "scheduler"):  # statistics go on
+            self._count("num_preemptions", self.scheduler.num_preemptions)
         self.scheduler = Scheduler(self.config, self.end_token_ids)
         self._requests: dict[int, list[Sequence]] = {}  # the samples of each request that has not ended
         self._in_flight: deque[tuple[list[Sequence], bool, int, Promise]] = deque()
@@ -201,7 +203,7 @@ class LLMEngine:
         `num_prompt_tokens` were computed in prefill steps (recomputed ones included), `num_completion_tokens` sampled;
         `prefill_s` and `decode_s` are the time of such steps, `wait_s` the part in which the host waited.
         """
-        return dict(self._stats, num_preemptions=self.scheduler.num_preemptions)
+        return dict(self._stats, num_preemptions=self._stats["num_preemptions"] + self.scheduler.num_preemptions)
 
     def _count(self, name: str, more: float) -> None:
         self._stats[name] += more
@@ -210,10 +212,11 @@ class LLMEngine:
         """Return whether no request waits, runs or has a step under way."""
         return not self._in_flight and not self.scheduler.finished and self.scheduler.is_finished()
 
-    def abort(self, request_id: int) -> None:
-        """Drop a request; it gives no output. Unknown and ended ids are ignored."""
-        for seq in self._requests.pop(request_id, ()):
-            self.scheduler.abort(seq)
+    def abort(self, request_id: int, error: str | None = None) -> None:
+        """Drop a request between steps; ``error`` gives it an output. Unknown and ended ids are ignored."""
+        seqs = self._requests.get(request_id, ()) if error else self._requests.pop(request_id, ())
+        for seq in seqs:
+            self.scheduler.abort(seq, error)
         self._drop_vain_steps()
 
     def exit(self) -> None:

@@ -118,10 +118,13 @@ class Scheduler:
         self.waiting.appendleft(seq)
         self.num_preemptions += 1
 
-    def abort(self, seq: Sequence) -> None:
-        """Drop a sequence wherever it is; tokens of its own that are under way will be dropped too."""
+    def abort(self, seq: Sequence, error: str | None = None) -> None:
+        """Drop a sequence wherever it is, with its tokens under way; with ``error`` it counts as one that failed."""
         if seq.is_finished:
             return
+        if error is not None:
+            seq.error, seq.finish_reason = error, "error"
+            self.finished.append(seq)
         self._release(seq)
         seq.status = SequenceStatus.FINISHED
         if seq in self.running:
