@@ -38,7 +38,7 @@ def value_of(before: Values, token_id: int) -> int:
 
 def token_after(value: int, vocab_size: int = VOCAB_SIZE, sample_index: int = 0) -> int:
     """Return what the fake model's sample draws after a token with this fake KV."""
-    return (value ^ (value >> (29 - sample_index))) % vocab_size
+    return (value ^ (value >> (29 - sample_index) % 64)) % vocab_size
 
 
 def naive_completion(

@@ -495,6 +495,42 @@ def test_a_step_of_an_idle_engine_does_nothing(lookahead):
     assert engine.is_finished()
 
 
+def test_a_request_that_comes_in_while_the_scheduler_is_asked_for_its_end_is_no_error():
+    """Another thread added to the queue during an iteration over it: a RuntimeError, now and then."""
+    scheduler = make_scheduler(4, 4)
+
+    class Ended(Sequence):
+        @property
+        def is_finished(self):
+            add(scheduler, [1, 2])  # at the worst moment
+            return True
+
+    scheduler.waiting.extend([Ended([1]), Ended([2])])
+    assert scheduler.is_finished()  # it was, when it was asked
+    assert not scheduler.is_finished()
+
+
+def test_the_cost_of_a_sample_does_not_grow_with_their_number(monkeypatch):
+    """At the end of each sample all samples of its prompt were looked at."""
+    num_looks = 0
+
+    def is_finished(seq):
+        nonlocal num_looks
+        num_looks += 1
+        return seq.status is FINISHED
+
+    def looks_at(n):
+        nonlocal num_looks
+        num_looks = 0
+        engine = make_engine(40, 4, max_num_seqs=8)
+        id_ = engine.add_request([1, 2, 3], SamplingParams(max_tokens=2, n=n))
+        assert len(run_until_idle(engine)[id_].outputs) == n
+        return num_looks
+
+    monkeypatch.setattr(Sequence, "is_finished", property(is_finished))
+    assert looks_at(400) < 5 * looks_at(100)
+
+
 @BOTH_LOOPS
 def test_max_num_seqs_bounds_the_sequences_alive(lookahead):
     """The limit once bounded a step only: of 1000 prompts 737 were alive, held KV memory and starved."""

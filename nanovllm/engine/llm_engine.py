@@ -144,6 +144,7 @@ class LLMEngine:
         for fork in seqs[1:]:
             fork.forked_from = seqs[0]
         seqs[0].forks = seqs[1:]
+        seqs[0].num_unfinished = len(seqs)
         return seqs
 
     def queue(self, seqs: list[Sequence]) -> None:
@@ -294,10 +295,13 @@ class LLMEngine:
     def _output_if_complete(self, seq: Sequence) -> RequestOutput | None:
         """Return the output of an ended sequence's request once all its samples have ended; None before, and after."""
         seqs = self._requests.get(seq.request_id)
-        if seqs is None or not all(sample.is_finished for sample in seqs):
+        if seqs is None:
+            return None
+        first = seqs[0]
+        first.num_unfinished -= 1
+        if first.num_unfinished:
             return None
         del self._requests[seq.request_id]
-        first = seqs[0]
         self._count("num_prefix_hit_tokens", first.num_prefix_hit_tokens or 0)
         prompt_logprobs = None
         if first.sampling_params.prompt_logprobs is not None:

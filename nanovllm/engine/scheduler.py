@@ -35,7 +35,8 @@ class Scheduler:
 
     def is_finished(self) -> bool:
         """Return whether nothing is left to schedule (steps under way are the engine's to count)."""
-        return not self.running and all(seq.is_finished for seq in self.waiting)
+        # A copy, made in one go: another thread may add to the queue, which would end an iteration over it.
+        return not self.running and all(seq.is_finished for seq in tuple(self.waiting))
 
     def check_prompt(self, num_tokens: int) -> None:
         """Raise ValueError for a prompt that can never fit into the pool."""

@@ -49,6 +49,7 @@ class Sequence:
         "num_prefix_hit_tokens",
         "num_prompt_tokens",
         "num_scheduled_tokens",
+        "num_unfinished",
         "prompt_logprobs",
         "request_id",
         "request_key",
@@ -87,6 +88,7 @@ class Sequence:
         self.request_key = request_key
         self.sample_index = sample_index
         self.forks: list[Sequence] = []  # other samples of its prompt, which wait for its prefill
+        self.num_unfinished = 1  # samples of its prompt that have not ended; kept at the first of them
         self.forked_from: Sequence | None = None  # the sequence whose prefill it shares
         self.stop_finder: Any = None  # looks for stop strings, if it has any
         self.logprobs: list[Logprobs] = []
