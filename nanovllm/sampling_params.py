@@ -1,11 +1,13 @@
 """SamplingParams: how one request's tokens are chosen and when it ends, checked on construction."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.utils.checks import check_bool, check_float, check_int, strict_keywords
 
 GREEDY_TEMPERATURE = 1e-10  # at or under this a row is greedy
+_COLLECTIONS = (list, tuple, set, frozenset)
 
 
 @strict_keywords
@@ -20,12 +22,12 @@ class SamplingParams:
         temperature: 0 (or at most 1e-10) takes the likeliest token, exactly; else logits are divided by it.
         max_tokens: Tokens to generate at most; None: up to the engine's `max_model_len`.
         ignore_eos: True: end tokens do not end the request (`stop_token_ids` still do).
-        n: Completions of the prompt, whose prefill is computed once.
+        n: Completions of the prompt, at most 10,000; its prefill is computed once.
         top_k: Only the k likeliest tokens (ties kept); 0 or -1: all.
         top_p: Only the fewest tokens whose probabilities add up to this, in (0, 1].
         min_p: Only tokens with at least this share of the likeliest one's probability, 0..1.
-        repetition_penalty: Above 0; logits of tokens seen in prompt or completion are divided by it (multiplied if
-            negative).
+        repetition_penalty: 1e-10..1e10; logits of tokens seen in prompt or completion are divided by it (multiplied
+            if negative).
         presence_penalty: -2..2, subtracted once from each token of the completion.
         frequency_penalty: -2..2, subtracted for each occurrence in the completion.
         min_tokens: No end or stop token, and no end by a stop string, before this many tokens.
@@ -35,7 +37,7 @@ class SamplingParams:
         skip_special_tokens: Leave special tokens out of the text.
         logprobs: None, or log-probabilities of the chosen and the n likeliest tokens (raw: before all of the above).
         prompt_logprobs: The same for each prompt token; such a request uses no cached prefix.
-        logit_bias: Added to the logits of these token ids.
+        logit_bias: -1e15..1e15, added to the logits of these token ids.
         allowed_token_ids: Only these tokens may be chosen.
         seed: With it the request draws the same tokens whatever else runs beside it; None: from the engine's seed
             and the request's number.
@@ -56,14 +58,14 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     min_tokens: int = 0
-    stop: str | list[str] | tuple[str, ...] | None = None
-    stop_token_ids: list[int] | tuple[int, ...] | None = None
+    stop: str | Collection[str] | None = None
+    stop_token_ids: Collection[int] | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | tuple[int, ...] | None = None
+    allowed_token_ids: Collection[int] | None = None
     seed: int | None = None
     # Derived once, since they are asked for at every step.
     is_greedy: bool = field(init=False, repr=False, compare=False)
@@ -73,11 +75,12 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_float("temperature", self.temperature, 0.0, 1e30)  # well within float32
-        check_int("n", self.n, 1)
+        check_int("n", self.n, 1, 10_000)  # each sample holds a copy of the prompt's token ids on the host
         check_int("top_k", self.top_k, -1)
         check_float("top_p", self.top_p, 0.0, 1.0, above=True)
         check_float("min_p", self.min_p, 0.0, 1.0)
-        check_float("repetition_penalty", self.repetition_penalty, 1e-30, 1e30)
+        # logit_bias * repetition_penalty / temperature must stay finite in float32: inf - inf would undo every ban.
+        check_float("repetition_penalty", self.repetition_penalty, 1e-10, 1e10)
         check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         for name, low in (("max_tokens", 1), ("logprobs", 0), ("prompt_logprobs", 0), ("seed", -(2**63))):
@@ -95,7 +98,7 @@ class SamplingParams:
             if not isinstance(self.logit_bias, dict):
                 raise TypeError(f"logit_bias must be a dict of token id to number, not {self.logit_bias!r}.")
             ids = _check_ids("logit_bias", list(self.logit_bias))
-            values = [check_float("logit_bias value", value, -1e30, 1e30) for value in self.logit_bias.values()]
+            values = [check_float("logit_bias value", value, -1e15, 1e15) for value in self.logit_bias.values()]
             self._settle("logit_bias", dict(zip(ids or (), values, strict=True)))
         self._settle("is_greedy", self.temperature <= GREEDY_TEMPERATURE)
         if self.is_greedy and self.n > 1:
@@ -112,18 +115,18 @@ class SamplingParams:
         object.__setattr__(self, name, value)
 
     def _check_stop(self) -> tuple[str, ...]:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        for text in stop:
-            if not isinstance(text, str):
-                raise TypeError(f"stop must be a string or a list of strings, not {self.stop!r}.")
-            if not text:
-                raise ValueError("stop holds an empty string, which would end every request at once.")
-        return stop
+        stop = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop
+        if not isinstance(stop, _COLLECTIONS) or not all(isinstance(text, str) for text in stop):
+            raise TypeError(f"stop must be a string or a list of strings, not {self.stop!r}.")
+        if "" in stop:
+            raise ValueError("stop holds an empty string, which would end every request at once.")
+        return tuple(sorted(stop) if isinstance(stop, set | frozenset) else stop)  # alike in every process
 
 
 def _check_ids(name: str, ids: Any) -> tuple[int, ...] | None:
     if ids is None:
         return None
-    if not isinstance(ids, list | tuple | set | frozenset):
+    if not isinstance(ids, _COLLECTIONS):
         raise TypeError(f"{name} must be a list of token ids, not {ids!r}.")
-    return tuple(check_int(f"{name} item", token_id, 0) for token_id in ids)
+    checked = [check_int(f"{name} item", token_id, 0) for token_id in ids]
+    return tuple(sorted(checked) if isinstance(ids, set | frozenset) else checked)

@@ -343,11 +343,11 @@ def test_ten_thousand_rows_with_one_in_a_hundred_bad_give_ten_thousand_outputs_e
 EXTREMES = [
     {"top_p": 1e-50},
     {"top_p": 1e-50, "min_p": 1e-50, "top_k": 1},
-    {"logit_bias": {5: 1e30}, "top_p": 0.9},
-    {"logit_bias": {5: 1e30, 6: 1e30}, "temperature": 1e-9, "top_p": 0.9},
-    {"logit_bias": dict.fromkeys(range(VOCAB_SIZE), -1e30), "top_p": 0.9, "min_p": 0.5},
-    {"repetition_penalty": 1e-30, "top_p": 0.9},
-    {"repetition_penalty": 1e30, "top_p": 0.9, "top_k": 3},
+    {"logit_bias": {5: 1e15}, "top_p": 0.9},
+    {"logit_bias": {5: 1e15, 6: 1e15}, "temperature": 1e-9, "top_p": 0.9},
+    {"logit_bias": dict.fromkeys(range(VOCAB_SIZE), -1e15), "top_p": 0.9, "min_p": 0.5},
+    {"repetition_penalty": 1e-10, "top_p": 0.9},
+    {"repetition_penalty": 1e10, "top_p": 0.9, "top_k": 3},
     {"temperature": 1.1e-10, "top_p": 0.5},
     {"temperature": 1e30, "top_p": 0.5, "min_p": 1.0},
     {"top_k": 10**18, "top_p": 0.999999999},
@@ -380,6 +380,29 @@ def test_no_temperature_lets_a_forbidden_token_through(narrow, temperature):
         return
     [output] = run(narrow, [[7, 8, 9]], params)
     assert set(output.token_ids) <= {30, 31}
+
+
+@pytest.mark.parametrize("bias", [1e15, -1e15, 1e30, -1e30])
+@pytest.mark.parametrize("penalty", [1e-10, 1.0, 1e10, 1e-30, 1e30])
+@pytest.mark.parametrize("kwargs", [{}, {"top_p": 0.5}, {"top_k": 2, "min_p": 0.1}])
+def test_no_bias_or_penalty_lets_a_forbidden_token_through(narrow, bias, penalty, kwargs):
+    """A product beyond float32 was infinite, and inf - inf is not a number: token 0 came, though it was forbidden."""
+    try:
+        params = SamplingParams(
+            1.1e-10,
+            4,
+            True,
+            allowed_token_ids=[30, 31, 32],
+            logit_bias={30: bias, 31: bias},
+            repetition_penalty=penalty,
+            **kwargs,
+        )
+    except ValueError:
+        assert abs(bias) > 1e15 or not 1e-10 <= penalty <= 1e10  # refused is as good
+        return
+    [output] = run(narrow, [[30, 31, 7]], params)
+    assert len(output.token_ids) == 4
+    assert set(output.token_ids) <= {30, 31, 32}
 
 
 def test_min_tokens_without_any_token_that_goes_on_raises_before_anything_runs(narrow):

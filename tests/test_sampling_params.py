@@ -112,8 +112,9 @@ OUT_OF_RANGE = [
     ("temperature", -INF, "finite, at least 0"),
     ("max_tokens", 0, "at least 1"),
     ("max_tokens", -5, "at least 1"),
-    ("n", 0, "at least 1"),
-    ("n", -1, "at least 1"),
+    ("n", 0, "between 1 and 10000"),
+    ("n", -1, "between 1 and 10000"),
+    ("n", 10_001, "between 1 and 10000"),
     ("top_k", -2, "at least -1"),
     ("top_p", 0.0, "above 0 and at most 1"),
     ("top_p", -0.5, "above 0 and at most 1"),
@@ -122,11 +123,11 @@ OUT_OF_RANGE = [
     ("min_p", -0.01, "at least 0 and at most 1"),
     ("min_p", 1.01, "at least 0 and at most 1"),
     ("min_p", NAN, "at least 0 and at most 1"),
-    ("repetition_penalty", 0.0, "at least 1e-30"),
-    ("repetition_penalty", -1.0, "at least 1e-30"),
-    ("repetition_penalty", 1e-46, "at least 1e-30"),
-    ("repetition_penalty", 1e300, "at most 1e+30"),
-    ("repetition_penalty", INF, "finite, at least 1e-30"),
+    ("repetition_penalty", 0.0, "at least 1e-10"),
+    ("repetition_penalty", -1.0, "at least 1e-10"),
+    ("repetition_penalty", 9e-11, "at least 1e-10"),
+    ("repetition_penalty", 1.1e10, "at most 1e+10"),
+    ("repetition_penalty", INF, "finite, at least 1e-10"),
     ("presence_penalty", -2.01, "at least -2 and at most 2"),
     ("presence_penalty", 2.01, "at least -2 and at most 2"),
     ("frequency_penalty", -2.01, "at least -2 and at most 2"),
@@ -154,11 +155,11 @@ def test_a_value_out_of_range_is_named_with_its_limit(name, value, limit):
     [
         ("temperature", (0, 0.0, 1e-12, 1e-10, 1, 2.0, 100)),
         ("max_tokens", (1, 10**9, None)),
-        ("n", (1, 2, 500)),
+        ("n", (1, 2, 10_000)),
         ("top_k", (-1, 0, 1, 10**9)),
         ("top_p", (1e-6, 0.5, 1, 1.0)),
         ("min_p", (0, 0.5, 1, 1.0)),
-        ("repetition_penalty", (0.01, 1, 5.0)),
+        ("repetition_penalty", (1e-10, 0.01, 1, 5.0, 1e10)),
         ("presence_penalty", (-2, 0, 2.0)),
         ("frequency_penalty", (-2.0, 0, 2)),
         ("min_tokens", (0, 64)),
@@ -204,9 +205,11 @@ def test_token_ids_start_at_0(name):
 def test_logit_bias_starts_at_id_0_and_is_finite():
     with pytest.raises(ValueError, match="logit_bias item=-1 is out of range: it must be at least 0"):
         SamplingParams(logit_bias={-1: 1.0})
-    for value in (INF, -INF, NAN):
-        with pytest.raises(ValueError, match=f"logit_bias value={value} is out of range: it must be finite"):
+    for value in (INF, -INF, NAN, 1.1e15, -1e30):
+        with pytest.raises(ValueError, match=r"is out of range: it must be finite, at least -1e\+15") as error:
             SamplingParams(logit_bias={1: value})
+        assert f"logit_bias value={value} is out of range" in str(error.value)
+    assert SamplingParams(logit_bias={1: 1e15, 2: -1e15}).logit_bias == {1: 1e15, 2: -1e15}
 
 
 # --- types ---------------------------------------------------------------------------------------------------------
@@ -223,6 +226,8 @@ WRONG_TYPES = [
     *((n, v) for n in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens") for v in (0, 1, None, "yes")),
     *((name, value) for name in ("stop_token_ids", "allowed_token_ids") for value in (3, "3", {3: 1}, [1.0], ["3"])),
     *((name, [True]) for name in ("stop_token_ids", "allowed_token_ids")),
+    *(("stop", value) for value in (5, 0, False, 0.0, b"a", b"", {"a": 1}, {}, iter(["a"]), {"a", 1})),
+    *((name, value) for name in ("stop_token_ids", "allowed_token_ids", "logit_bias") for value in (0, False, "")),
     ("stop", [1]),
     ("stop", ["a", None]),
     ("stop", [b"a"]),
@@ -244,6 +249,16 @@ def test_a_value_of_the_wrong_type_is_named(name, value):
 def test_numpy_numbers_are_numbers():
     params = SamplingParams(np.float32(0.5), np.int64(3), top_k=np.int32(4), stop_token_ids=[np.int64(5)])
     assert (params.temperature, params.max_tokens, params.top_k, params.stop_token_ids) == (0.5, 3, 4, (5,))
+
+
+def test_a_set_is_taken_in_an_order_that_is_the_same_in_every_process():
+    """The order of a set of strings differs from process to process, and the order of stop strings matters."""
+    letters = [chr(ord("a") + i) for i in range(20)]
+    for kind in (set, frozenset):
+        assert SamplingParams(stop=kind(letters)).stop == tuple(letters)
+        params = SamplingParams(stop_token_ids=kind([9, 70, 8, 10**6]), allowed_token_ids=kind([33, 1, 2]))
+        assert (params.stop_token_ids, params.allowed_token_ids) == ((8, 9, 70, 10**6), (1, 2, 33))
+    assert SamplingParams(stop=["b", "a"], stop_token_ids=(9, 8)).stop == ("b", "a")  # a list's order is the caller's
 
 
 def test_one_stop_string_is_a_list_of_one():
