@@ -21,7 +21,7 @@ from nanovllm.utils.tokenizer import split_reasoning
 _PIECE = 256  # prompts tokenized together and handed to the engine at once
 
 Message = dict[str, Any]
-Row = tuple[int, Prompt, SamplingParams]
+Row = tuple[int, Any, Any]  # place, prompt and parameters, or the exception in the place of one of them
 
 
 class LLM:
@@ -122,37 +122,37 @@ class LLM:
             stands apart from `text`, in `reasoning`.
 
         Raises:
-            TypeError: Conversations of the wrong type.
-            ValueError: The model has no chat template, or the template refuses the messages.
+            TypeError: Conversations, template arguments or tools of the wrong type.
+            ValueError: The model has no chat template. (A conversation that it refuses is an error of its row.)
         """
-        if isinstance(conversations, list | tuple) and conversations and isinstance(conversations[0], dict):
-            conversations = [conversations]
-        if not isinstance(conversations, list | tuple) or not all(
-            isinstance(c, list | tuple) and c and all(isinstance(message, dict) for message in c) for c in conversations
-        ):
-            raise TypeError(
-                "conversations must be a list of messages like {'role': 'user', 'content': '...'}, or a list of such "
-                f"lists, not {shorten(conversations)}."
-            )
+        if not isinstance(conversations, list | tuple) or (conversations and isinstance(conversations[0], dict)):
+            conversations = [conversations]  # type: ignore[assignment]
+        for c in conversations:
+            if not isinstance(c, list | tuple) or not c or not all(isinstance(message, dict) for message in c):
+                raise TypeError(
+                    "conversations must be a list of messages like {'role': 'user', 'content': '...'}, or a list of "
+                    f"such lists, none of them empty, not {shorten(c)}."
+                )
+        for name, value, kind in (("chat_template_kwargs", chat_template_kwargs, dict), ("tools", tools, list)):
+            if not isinstance(value, kind | None):
+                raise TypeError(f"{name} must be a {kind.__name__} or None, not {shorten(value)}.")
         if getattr(self.tokenizer, "chat_template", None) is None:
             raise ValueError(f"{self.engine.config.model!r} has no chat template; use generate.")
-        texts: list[str] = []
+        template_kwargs = chat_template_kwargs or {}
+        texts: list[str | ValueError] = []
         for conversation in conversations:
             try:
                 text = self.tokenizer.apply_chat_template(
-                    conversation,
-                    tokenize=False,
-                    add_generation_prompt=True,
-                    tools=tools,
-                    **(chat_template_kwargs or {}),
+                    conversation, tokenize=False, add_generation_prompt=True, tools=tools, **template_kwargs
                 )
             except Exception as error:  # the template is the model's own program
-                raise ValueError(f"The chat template refuses {shorten(conversation)}: {error}") from error
+                text = ValueError(f"The chat template refuses {shorten(conversation)}: {error}")
             texts.append(text)
-        prompts = self.engine.encode(texts, add_special_tokens=False)
+        encoded = iter(self.engine.encode([t for t in texts if isinstance(t, str)], add_special_tokens=False))
+        prompts = [next(encoded) if isinstance(text, str) else text for text in texts]
         outputs = self._collect(prompts, sampling_params, use_tqdm, on_error)
         return [
-            _with_reasoning(output, text.rstrip().endswith("<think>"))
+            _with_reasoning(output, isinstance(text, str) and text.rstrip().endswith("<think>"))
             for output, text in zip(outputs, texts, strict=True)
         ]
 
@@ -277,10 +277,11 @@ class LLM:
         texts = [prompt for _, prompt, _ in rows if isinstance(prompt, str)]
         encoded = iter(self.engine.encode(texts) if texts else ())
         for index, prompt, params in rows:
-            token_ids = next(encoded) if isinstance(prompt, str) else prompt
+            token_ids: Any = next(encoded) if isinstance(prompt, str) else prompt
             try:
-                if isinstance(token_ids, Exception):
-                    raise ValueError(f"The prompt cannot be tokenized: {token_ids}")
+                for given in (token_ids, params):
+                    if isinstance(given, Exception):
+                        raise ValueError(str(given))
                 seqs = self.engine.new_request(token_ids, params)
                 index_of[seqs[0].request_id] = index  # before it is queued, so that an interrupt leaves no stray behind
                 self.engine.queue(seqs)

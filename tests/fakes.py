@@ -192,7 +192,7 @@ class LetterTokenizer:
         self.letters = "abcdefghijklmnopqrstuvwxyz"[:vocab_size]
         self.eos_token_id = eos_token_id
 
-    def __call__(self, texts: list[str]) -> dict[str, list[list[int]]]:
+    def __call__(self, texts: list[str], verbose: bool = True) -> dict[str, list[list[int]]]:
         return {"input_ids": [[self.letters.index(letter) for letter in text] for text in texts]}
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = False) -> str:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import logging
 import shutil
 from pathlib import Path
 
@@ -216,7 +217,7 @@ BAD_ROWS = {  # name -> (prompt, part of the message, tokens that it keeps)
     "id beyond 63 bits": ([5, 2**63], f"Token id {2**63} is outside the vocabulary", 0),
     "id beyond 64 bits": ([5, 2**70], f"Token id {2**70} is outside the vocabulary", 0),
     "ids beyond 64 bits both ways": ([-(2**70), 2**70], f"Token id {-(2**70)} is outside the vocabulary", 0),
-    "lone surrogate": ("ab\ud800", "The prompt cannot be tokenized", 0),
+    "lone surrogate": ("ab\ud800", r"The prompt cannot be tokenized: character 2 is '\ud800', a lone surrogate", 0),
     "never fits": ([5] * (POOL_TOKENS + 1), "1601 tokens need 101 KV blocks of 16 tokens, but the pool has 100", 0),
     "runs out": ([5] * (POOL_TOKENS - 1), "1601 tokens need 101 KV blocks of 16 tokens, but the pool has 100", 2),
 }
@@ -272,12 +273,12 @@ def test_all_kinds_of_bad_rows_alone_in_a_batch(narrow, wide):
 
 def test_bad_rows_of_a_stream_come_as_outputs_too(narrow, wide):
     """Taken lazily, also a prompt of the wrong type is a bad row: the rows before it are on their way already."""
-    prompts = [7, [7, 8, 9], None, [1.5], "", [44], {"a": 1}, [[1, 2]], b"ab"]
+    prompts = [7, [7, 8, 9], None, [1.5], "", [44], {"a": 1}, [[1, 2]], b"ab", [1, True]]
     outputs = {output.index: output for output in narrow.stream(iter(prompts), GREEDY)}
-    assert sorted(outputs) == list(range(9))
+    assert sorted(outputs) == list(range(10))
     for i in (1, 5):
         assert_same_answer(outputs[i], alone(wide, prompts[i]))
-    for i in (0, 2, 3, 6, 7, 8):
+    for i in (0, 2, 3, 6, 7, 8, 9):
         assert outputs[i].finish_reason == "error"
         assert "A prompt must be a str or a list of ints, not" in outputs[i].error
     assert "The prompt is empty" in outputs[4].error
@@ -427,6 +428,9 @@ WRONG_PROMPTS = {
     "lists too deep and ragged": ([[[7, 8], [9]]], "A prompt must be a str or a list of ints"),
     "texts too deep": ([["ab", "cd"]], "A prompt must be a str or a list of ints"),
     "bools": ([[True, False]], "A prompt must be a str or a list of ints"),
+    "a bool among ids": ([[1, True]], r"A prompt must be a str or a list of ints, not \[1, True\]"),
+    "a bool of numpy among ids": ([(1, np.True_)], "A prompt must be a str or a list of ints"),
+    "an array of bools": ([np.array([True])], "A prompt must be a str or a list of ints"),
     "bytes": ([b"ab"], "A prompt must be a str or a list of ints, not b'ab'"),
     "a dict": ([{"prompt": "ab"}], "A prompt must be a str or a list of ints"),
     "a text among ids": ([[7, "8"]], "A prompt must be a str or a list of ints"),
@@ -470,6 +474,7 @@ WRONG_CONVERSATIONS = {
     "texts": ["ab", "cd"],
     "lists too deep": [[[USER]]],
     "an empty conversation": [[USER], []],
+    "one empty conversation": [[]],
     "a conversation that is None": [[USER], None],
     "a message that is no dict": [[USER, "ab"]],
     "ids": [[7, 8]],
@@ -479,8 +484,37 @@ WRONG_CONVERSATIONS = {
 
 @pytest.mark.parametrize("name", WRONG_CONVERSATIONS)
 def test_conversations_of_the_wrong_type_raise_before_anything_runs(narrow, name):
-    with nothing_may_run(narrow), pytest.raises(TypeError, match="conversations must be a list of messages like"):
+    with nothing_may_run(narrow), pytest.raises(TypeError, match="conversations must be a list of messages like") as e:
         narrow.chat(WRONG_CONVERSATIONS[name], GREEDY, use_tqdm=False)
+    assert ("none of them empty, not []." in str(e.value)) == ("empty" in name)
+
+
+@pytest.mark.parametrize("name", ["chat_template_kwargs", "tools"])
+def test_template_arguments_of_the_wrong_type_raise_before_anything_runs(narrow, name):
+    kind = {"chat_template_kwargs": "dict", "tools": "list"}[name]
+    for wrong in (5, "ab", 0, False):
+        with nothing_may_run(narrow), pytest.raises(TypeError, match=f"{name} must be a {kind} or None, not {wrong!r}"):
+            narrow.chat([USER], GREEDY, use_tqdm=False, **{name: wrong})
+
+
+def test_a_long_prompt_is_no_matter_for_a_warning_of_the_tokenizer(narrow, monkeypatch):
+    """transformers warned of "indexing errors" at lengths that this engine serves, or refuses by itself."""
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logger = logging.getLogger("transformers")
+    monkeypatch.setattr(narrow.tokenizer, "model_max_length", 4)
+    logger.addHandler(handler)
+    try:
+        assert [output.error for output in run(narrow, ["12 + 30 = 42", "1 + 2 = 3"])] == [None, None]
+        narrow.add_request("12 + 30 = 42 and so on", GREEDY)
+        assert records == []
+        narrow.tokenizer("12 + 30 = 42")
+        assert "Token indices sequence length is longer" in records[0].getMessage()  # so there was something to silence
+    finally:
+        logger.removeHandler(handler)
+        while not narrow.is_finished():
+            narrow.step()
 
 
 def test_no_prompts_give_no_outputs(narrow):
@@ -501,7 +535,8 @@ def test_no_prompts_give_no_outputs(narrow):
         ([], ValueError, "The prompt is empty"),
         ([-1], ValueError, "Token id -1 is outside the vocabulary"),
         ([2**70], ValueError, "is outside the vocabulary"),
-        ("\ud800", ValueError, "The prompt cannot be tokenized"),
+        ("\ud800", ValueError, r"The prompt cannot be tokenized: character 0 is '\\ud800', a lone surrogate"),
+        ([1, True], TypeError, "A prompt must be a str or a list of ints"),
         ([5] * 2048, ValueError, "leaves no room for a completion"),
     ],
 )

@@ -507,10 +507,22 @@ def test_a_conversation_that_cannot_be_tokenized_is_an_error_of_its_row(chatty):
         assert (outputs[i].error, outputs[i].token_ids) == (None, alone.token_ids)
 
 
-def test_a_template_that_refuses_a_conversation_is_a_value_error_that_shows_it(chatty, template):
-    template("{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(ValueError, match=r"The chat template refuses \[{'role': 'user'.*: roles must alternate"):
-        chatty.chat([user("hi")], use_tqdm=False)
+def test_a_conversation_that_the_template_refuses_is_an_error_of_its_row(chatty, template):
+    """It ended the whole batch, after all conversations before it had been rendered."""
+    template(
+        "{% for m in messages %}{% if m.role != 'user' %}{{ raise_exception('roles must alternate') }}{% endif %}"
+        "{{ m.content }}{% endfor %}"
+    )
+    conversations = [[user("a")], [{"role": "bad", "content": "hi"}], [user("b")], [{"role": "user"}]]
+    outputs = chatty.chat(conversations, SamplingParams(0, 5, True), use_tqdm=False)
+    assert [output.index for output in outputs] == [0, 1, 2, 3]
+    assert outputs[1].error == ("The chat template refuses [{'role': 'bad', 'content': 'hi'}]: roles must alternate")
+    assert (outputs[1].finish_reason, outputs[1].prompt_token_ids, outputs[1].reasoning) == ("error", [], None)
+    for i, text in ((0, "a"), (2, "b")):
+        [alone] = chatty.generate([text], SamplingParams(0, 5, True), use_tqdm=False)
+        assert (outputs[i].error, outputs[i].token_ids) == (None, alone.token_ids)
+    with pytest.raises(RuntimeError, match=r"^Prompt 1: The chat template refuses .*: roles must alternate"):
+        chatty.chat(conversations, SamplingParams(0, 5, True), use_tqdm=False, on_error="raise")
 
 
 def test_a_model_without_chat_template_says_so(chatty, template):

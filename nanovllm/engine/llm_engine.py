@@ -7,6 +7,7 @@ It owns tokenizer, scheduler and model runner and works alone, request by reques
 import dataclasses
 import itertools
 import logging
+import re
 import time
 from collections import deque
 from collections.abc import Collection
@@ -130,8 +131,8 @@ class LLMEngine:
         params = self.default_sampling_params if sampling_params is None else sampling_params
         self.check_params(params)
         token_ids = self.encode([prompt])[0] if isinstance(prompt, str) else check_token_ids(prompt)
-        if isinstance(token_ids, Exception):
-            raise ValueError(f"The prompt cannot be tokenized: {token_ids}") from token_ids
+        if isinstance(token_ids, ValueError):
+            raise token_ids
         self._check_row(token_ids)
         self.scheduler.check_prompt(len(token_ids))
         request_id = next(self._request_ids)
@@ -250,8 +251,8 @@ class LLMEngine:
         if params.min_tokens and len(ends) >= self.model_config.vocab_size:
             raise ValueError(f"min_tokens={params.min_tokens} forbids all tokens, since each of them ends the request.")
 
-    def encode(self, prompts: SequenceOf[str], **kwargs: Any) -> list[list[int] | Exception]:
-        """Tokenize texts together; in the place of one that the tokenizer refuses stands its exception.
+    def encode(self, prompts: SequenceOf[str], **kwargs: Any) -> list[list[int] | ValueError]:
+        """Tokenize texts together; in the place of one that the tokenizer refuses stands an exception.
 
         Raises:
             ValueError: The model has no tokenizer.
@@ -259,10 +260,13 @@ class LLMEngine:
         if self.tokenizer is None:
             raise ValueError(f"{self.config.model!r} has no tokenizer files: give prompts as token ids, not as text.")
         try:
-            return list(self.tokenizer(list(prompts), **kwargs)["input_ids"]) if prompts else []
+            # verbose=False: how long a prompt may be is checked here, and told as a row's error, not as a warning.
+            return list(self.tokenizer(list(prompts), verbose=False, **kwargs)["input_ids"]) if prompts else []
         except Exception as error:  # the tokenizer's errors are of no common kind
             if len(prompts) == 1:
-                return [error]
+                lone = re.search("[\ud800-\udfff]", prompts[0])
+                why = f"character {lone.start()} is {lone[0]!r}, a lone surrogate. Replace it." if lone else error
+                return [ValueError(f"The prompt cannot be tokenized: {why}")]
             return [ids for prompt in prompts for ids in self.encode([prompt], **kwargs)]
 
     def check_open(self) -> None:
@@ -389,14 +393,14 @@ def settle_config(config: Config, model_config: ModelConfig) -> Config:
 
 def check_token_ids(prompt: Any) -> list[int]:
     """Return a prompt of token ids as a list of ints; TypeError if it is anything else."""
-    if isinstance(prompt, list | tuple | np.ndarray):
+    if isinstance(prompt, list | tuple | np.ndarray) and {bool, np.bool_}.isdisjoint(map(type, prompt)):
         try:
             ids = np.asarray(prompt)
         except ValueError:  # nested lists of different lengths
             ids = np.empty(1)
         if ids.ndim == 1 and (not ids.size or ids.dtype.kind in "iu"):
             return ids.tolist()
-        if all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in prompt):
+        if all(isinstance(token_id, int) for token_id in prompt):
             return list(prompt)  # beyond 64 bits: a matter of range, not of type
     raise TypeError(f"A prompt must be a str or a list of ints, not {shorten(prompt)}.")
 
