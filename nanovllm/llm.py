@@ -19,6 +19,7 @@ from nanovllm.utils.checks import check_choice
 from nanovllm.utils.tokenizer import split_reasoning
 
 _PIECE = 256  # prompts tokenized together and handed to the engine at once
+_PIECE_S = 0.01  # fewer, if their source takes longer than this
 
 Message = dict[str, Any]
 Row = tuple[int, Any, Any]  # place, prompt and parameters, or the exception in the place of one of them
@@ -56,7 +57,7 @@ class LLM:
     def generate(
         self,
         prompts: SequenceOf[Prompt],
-        sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         use_tqdm: bool = True,
         on_error: str = "output",
     ) -> list[RequestOutput]:
@@ -89,8 +90,8 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Complete prompts and yield each output, with its `index`, as soon as it ends.
 
-        Leaving the loop early drops the rest. Any iterable will do and is taken piece by piece, so a million prompts
-        need not fit into memory; then a prompt of the wrong type is an error output too, since it is met on the way.
+        Leaving the loop early drops the rest. Any iterable will do, of prompts and of parameters, and is taken piece by
+        piece, so a million prompts need not fit into memory; one of the wrong type is then an error output too.
 
         Args, raises: As in `generate`.
         """
@@ -101,7 +102,7 @@ class LLM:
     def chat(
         self,
         conversations: SequenceOf[Message] | SequenceOf[SequenceOf[Message]],
-        sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         use_tqdm: bool = True,
         chat_template_kwargs: dict[str, Any] | None = None,
         tools: list[dict[str, Any]] | None = None,
@@ -211,7 +212,9 @@ class LLM:
         params = self._check_params(sampling_params, total)
         if isinstance(prompts, list) and any(isinstance(prompt, str) for prompt in prompts):
             self.engine.encode([])  # raises if there is no tokenizer
-        return self._run(_rows(prompts, params), _Progress(self.engine, total, use_tqdm), on_error)
+        ended = ValueError("sampling_params ended before this prompt; give one for all, or one each.")
+        rows = zip(itertools.count(), prompts, itertools.chain(params, itertools.repeat(ended)))
+        return self._run(rows, _Progress(self.engine, total, use_tqdm), on_error)
 
     def _is_under_way(self) -> bool:
         # Read off the generator itself: a flag could be left standing by an interrupt that comes before its reset.
@@ -240,14 +243,17 @@ class LLM:
         """Yield the output of each row as soon as it ends; what is left when the caller stops is dropped."""
         index_of: dict[int, int] = {}  # request id -> row
         try:
-            has_more = True
+            has_more, next_take = True, 0.0
             while has_more or index_of:
                 outputs: list[RequestOutput] = []
                 self._carry_out_aborts(index_of)
                 # Taken and tokenized piece by piece, so that the first prompts run while the last are still text.
-                if has_more and len(self.engine.scheduler.waiting) < self.engine.config.max_num_seqs:
-                    piece = list(itertools.islice(rows, _PIECE))
-                    has_more = len(piece) == _PIECE
+                has_room = len(self.engine.scheduler.waiting) < self.engine.config.max_num_seqs
+                start = time.perf_counter()
+                if has_more and has_room and (start >= next_take or self.engine.is_finished()):
+                    piece, has_more = _take_piece(rows)
+                    if len(piece) < _PIECE:  # a slow source gets half of the time, so that rows under way go on
+                        next_take = 2 * time.perf_counter() - start
                     outputs = self._add(piece, index_of)
                 else:  # without rows of its own it makes room for them
                     ended, _ = self.engine.step()
@@ -290,14 +296,15 @@ class LLM:
                 refused.append(RequestOutput.refused(index, known, str(error)))
         return refused
 
-    def _check_params(self, params: Any, num_prompts: int | None) -> Iterable[SamplingParams]:
+    def _check_params(self, params: Any, num_prompts: int | None) -> Iterable[Any]:
         """Return parameters for each prompt, checked as far as they are at hand."""
         if params is None or isinstance(params, SamplingParams):
             params = self.engine.default_sampling_params if params is None else params
             self.engine.check_params(params)
             return itertools.repeat(params)
-        if num_prompts is None and isinstance(params, Iterable) and not isinstance(params, str | bytes | dict):
-            return params
+        is_lazy = num_prompts is None or not isinstance(params, list | tuple)
+        if is_lazy and isinstance(params, Iterable) and not isinstance(params, str | bytes | dict):
+            return params  # checked on the way
         if not isinstance(params, list | tuple) or not all(isinstance(param, SamplingParams) for param in params):
             raise TypeError(f"sampling_params must be SamplingParams or a list of them, not {shorten(params)}.")
         if len(params) != num_prompts:
@@ -351,14 +358,15 @@ def _with_reasoning(output: RequestOutput, starts_open: bool) -> RequestOutput:
     return dataclasses.replace(output, outputs=completions, text=first.text, reasoning=first.reasoning)
 
 
-def _rows(prompts: Iterable[Prompt], params: Iterable[SamplingParams]) -> Iterator[Row]:
-    """Number prompts and pair them with their parameters, of which there must be enough."""
-    all_params = iter(params)
-    for index, prompt in enumerate(prompts):
-        param = next(all_params, None)
-        if param is None:
-            raise ValueError(f"sampling_params ended after {index} prompts; give one, or one each.")
-        yield index, prompt, param
+def _take_piece(rows: Iterator[Row]) -> tuple[list[Row], bool]:
+    """Return the next rows, as many as come within the time of a piece but at least one, and if there may be more."""
+    piece: list[Row] = []
+    end = time.perf_counter() + _PIECE_S
+    for row in rows:
+        piece.append(row)
+        if len(piece) == _PIECE or time.perf_counter() >= end:
+            return piece, True
+    return piece, False
 
 
 def _check_prompts(prompts: Any) -> list[Prompt]:
