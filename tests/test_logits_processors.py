@@ -308,7 +308,7 @@ def test_a_pending_token_counts_towards_min_tokens():
     one_known = make_seq(params, [5], [8], seq_id=1)
     assert process(logits, [one_known], end_token_ids=(2,))[0, 2] == NEG_INF
     one_known_one_pending = make_seq(params, [5], [8], seq_id=1, pending=1)
-    assert torch.equal(process(logits, [one_known_one_pending], {1: 0}, [9], (2,)), logits)
+    assert torch.equal(process(logits, [one_known_one_pending], [9], (2,)), logits)
 
 
 # --- masks and bias ------------------------------------------------------------------------------------------------

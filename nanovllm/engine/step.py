@@ -113,9 +113,11 @@ class PendingStep:
         token_ids = [None if row is None else tokens[row] for row in self.rows]
         logprobs: list[Logprobs | None] | None = None
         if self.logprobs is not None:
-            entries = zip(*self.logprobs(), strict=True)
-            wanted = [(r is not None, s.sampling_params.logprobs) for r, s in zip(self.rows, self.seqs, strict=True)]
-            logprobs = [_entry(next(entries), n) if has and n is not None else None for has, n in wanted]
+            wanted = [(row, i) for i, row in enumerate(self.rows) if row is not None]
+            wanted = sorted((row, i) for row, i in wanted if self.seqs[i].sampling_params.logprobs is not None)
+            logprobs = [None] * len(self.seqs)
+            for (_, i), entry in zip(wanted, zip(*self.logprobs(), strict=True), strict=True):
+                logprobs[i] = _entry(entry, self.seqs[i].sampling_params.logprobs or 0)
         prompt_logprobs: list[list[Logprobs]] | None = None
         if self.prompt_logprobs is not None:
             prompt_logprobs = [[] for _ in self.seqs]

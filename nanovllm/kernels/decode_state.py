@@ -31,18 +31,19 @@ def _apply_kernel(packet, order, lanes, block_tables, last_tokens, order_len, nu
         pending = tl.load(last_tokens + tl.maximum(-1 - input_id, 0)).to(tl.int32)
         fields = tl.where((columns == 0) & (fields < 0), pending, fields)
         tl.store(lanes + columns * NUM_LANES + lane, fields, mask=columns < FIELDS)
-        for at in range(0, width, CHUNK):
-            blocks = tl.load(new_tables + program * width + at + columns, mask=at + columns < width, other=0)
-            tl.store(block_tables + lane * MAX_BLOCKS + at + columns, blocks, mask=at + columns < width)
+        for start in range(0, width, CHUNK):
+            indices = start + columns
+            blocks = tl.load(new_tables + program * width + indices, mask=indices < width, other=0)
+            tl.store(block_tables + lane * MAX_BLOCKS + indices, blocks, mask=indices < width)
     else:
         at = (program - num_new) * CHUNK + columns
-        lane = tl.load(packet + at, mask=at < order_len, other=-1)
-        tl.store(order + at, lane, mask=at < tl.where(order_len > 0, NUM_LANES, 0))
-        triple = new_tables + num_new * width + at * 3
+        tl.store(order + at, tl.load(packet + at, mask=at < order_len, other=-1),
+                 mask=at < tl.where(order_len > 0, NUM_LANES, 0))  # fmt: skip
+        triples = new_tables + num_new * width + at * 3
         mask = at < num_blocks
-        lane = tl.load(triple, mask=mask, other=0).to(tl.int64)
-        index = tl.load(triple + 1, mask=mask, other=0)
-        tl.store(block_tables + lane * MAX_BLOCKS + index, tl.load(triple + 2, mask=mask, other=0), mask=mask)
+        targets = block_tables + tl.load(triples, mask=mask, other=0).to(tl.int64) * MAX_BLOCKS
+        targets += tl.load(triples + 1, mask=mask, other=0)
+        tl.store(targets, tl.load(triples + 2, mask=mask, other=0), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
