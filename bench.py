@@ -297,7 +297,7 @@ def main() -> None:
             "prefix_hit_rate": round(stats["num_prefix_hit_tokens"] / tokens_in, 4),
             "startup_s": round(startup_s, 2),
             "num_cuda_graphs": len(graphs.sizes) if graphs else 0,
-            "graph_capture_s": round(graphs.capture_s, 2) if graphs else 0.0,
+            "startup_parts_s": {part: round(seconds, 2) for part, seconds in llm.engine.model_runner.startup_s.items()},
             "copy_tb_per_s": round(bandwidth / 1e12, 3) if has_gpu else None,
             "matrix_tflop_per_s": round(rate / 1e12, 1) if has_gpu else None,
             "settings": {**knobs, "num_kvcache_blocks": llm.engine.config.num_kvcache_blocks},

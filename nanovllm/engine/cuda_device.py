@@ -14,6 +14,7 @@ from nanovllm.engine.cuda_graph import DecodeGraphs, graph_sizes
 from nanovllm.engine.decode_state import DecodeRows
 from nanovllm.engine.device import CpuDevice
 from nanovllm.kernels import pointwise
+from nanovllm.kernels.compile import compile_kernels
 from nanovllm.kernels.decode_state import TritonDecodeState
 from nanovllm.kernels.sampler import sample
 
@@ -70,7 +71,10 @@ class CudaDevice(CpuDevice):
             ValueError: Not even one block fits; says where the memory is.
         """
         torch.cuda.empty_cache()  # what an earlier engine left in the allocator is free
-        prefill_bytes, decode_bytes = runner.warmup_model(config)
+        with runner.timed("compile"):
+            compile_kernels(runner, config.max_num_seqs, config.max_model_len)
+        with runner.timed("warmup"):
+            prefill_bytes, decode_bytes = runner.warmup_model(config)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
         sizes = [] if runner.is_eager else graph_sizes(config.max_num_seqs)
@@ -96,8 +100,8 @@ class CudaDevice(CpuDevice):
 
     def capture(self, runner: "ModelRunner", config: Config) -> None:
         if not runner.is_eager:
-            self.graphs = DecodeGraphs(runner, graph_sizes(config.max_num_seqs))
-            self._notes.append(f"captured in {self.graphs.capture_s:.1f} s")
+            with runner.timed("capture"):
+                self.graphs = DecodeGraphs(runner, graph_sizes(config.max_num_seqs))
 
     def replay(self, num_rows: int) -> tuple[DecodeRows, torch.Tensor, torch.Tensor] | None:
         return None if self.graphs is None else self.graphs.replay(num_rows, self.replay_events)

@@ -5,7 +5,6 @@ so one captured variant a size serves both.
 """
 
 import bisect
-import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,7 +34,6 @@ class DecodeGraphs:
     """
 
     def __init__(self, runner: "ModelRunner", sizes: list[int]) -> None:
-        start = time.perf_counter()
         self.sizes = sizes
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, tuple[DecodeRows, torch.Tensor, torch.Tensor]]] = {}
         # One buffer for all sizes: what a graph leaves in its own memory, no other graph of the pool may use.
@@ -50,7 +48,6 @@ class DecodeGraphs:
             pool = pool or graph.pool()
             self._graphs[size] = graph, (rows, logits, tokens)
         torch.cuda.synchronize()
-        self.capture_s = time.perf_counter() - start
 
     def replay(
         self, num_rows: int, events: list[tuple[Any, Any]] | None

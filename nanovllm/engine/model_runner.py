@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import logging
 import sys
+import time
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
@@ -65,6 +66,7 @@ class ModelRunner:
         self.backend.check(self.block_size, self.dtype)
         self.max_blocks = -(-config.max_model_len // self.block_size)  # of one sequence
         self.is_eager = config.enforce_eager or not self.backend.can_capture
+        self.startup_s: dict[str, float] = {}  # seconds of each part of the start
         self.device_ops = create_device(config)
         self.device = self.device_ops.torch_device
         try:
@@ -80,11 +82,12 @@ class ModelRunner:
     def _build(self, config: Config, folder: Path) -> None:
         self.decode_state = self.device_ops.decode_state(config.max_num_seqs, self.max_blocks, self.block_size)
         self._last_rows: dict[int, int] = {}  # where each sequence stands in the last step's samples
-        self.model = model_class(self.model_config.architecture)(self.model_config, config.max_model_len)
-        if config.load_format == "dummy":
-            fill_with_random_weights(self.model, config.seed % 2**32)
-        else:
-            load_model(self.model, folder)
+        with self.timed("weights"):
+            self.model = model_class(self.model_config.architecture)(self.model_config, config.max_model_len)
+            if config.load_format == "dummy":
+                fill_with_random_weights(self.model, config.seed % 2**32)
+            else:
+                load_model(self.model, folder)
         weight_mb = sum(p.numel() * p.element_size() for p in self.model.parameters()) / 1e6
         self.device_ops.optimize(self.model)
         self.num_blocks = self.allocate_kv_cache(config)
@@ -92,8 +95,16 @@ class ModelRunner:
         blocks = f"{self.num_blocks} KV blocks of {self.block_size} tokens ({self.kv_cache.nbytes / 1e6:.1f} MB)"
         logger.info(
             f"{self.model_config.architecture} on {self.device}: {weight_mb:.1f} MB of weights, {blocks}, "
-            f"attention backend {self.backend.name}{self.device_ops.describe()}"
+            f"attention backend {self.backend.name}{self.device_ops.describe()}; seconds: "
+            + ", ".join(f"{part} {seconds:.2f}" for part, seconds in self.startup_s.items())
         )
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Note how long a part of the start takes."""
+        start = time.perf_counter()
+        yield
+        self.startup_s[part] = time.perf_counter() - start
 
     def allocate_kv_cache(self, config: Config) -> int:
         """Allocate the KV pool, give each attention layer its view, and return the number of blocks."""

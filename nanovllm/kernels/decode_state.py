@@ -9,8 +9,6 @@ from nanovllm.engine.step import DecodeInput
 from nanovllm.layers.sampler import SamplingInputs
 from nanovllm.utils.context import Context
 
-# Rows of the output of `_lay_out_kernel`; the first NUM_FIELDS are those of the lanes.
-_SLOT, _CONTEXT_LEN = NUM_FIELDS, NUM_FIELDS + 1
 _CHUNK = 128
 
 
@@ -46,29 +44,31 @@ def _apply_kernel(packet, order, lanes, block_tables, last_tokens, order_len, nu
         tl.store(targets, tl.load(triples + 2, mask=mask, other=0), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _lay_out_kernel(order, lanes, block_tables, fields_out, keys_out, tables_out, num_rows, NUM_LANES: tl.constexpr,
-                    MAX_BLOCKS: tl.constexpr, BLOCK_SIZE: tl.constexpr, FIELDS: tl.constexpr,
-                    PAD_BLOCKS: tl.constexpr):  # fmt: skip
-    """One program a row."""
+@triton.jit
+def _lay_out_kernel(order, lanes, block_tables, input_ids, positions, slots, context_lens, tables, temperatures, keys,
+                    output_positions, sample_indices, NUM_LANES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
+                    BLOCK_SIZE: tl.constexpr, PAD_BLOCKS: tl.constexpr):  # fmt: skip
+    """One program a row; fields of a lane in the order of `nanovllm/engine/decode_state.py`."""
     row = tl.program_id(0)
     lane = tl.load(order + row)
     is_live = lane >= 0
     lane = tl.maximum(lane, 0).to(tl.int64)
-    columns = tl.arange(0, 8)
-    fields = tl.load(lanes + columns * NUM_LANES + lane, mask=columns < FIELDS, other=0)
-    fields = tl.where((columns < 2) & (columns >= tl.where(is_live, 2, 0)), 0, fields)  # token and position of no row
-    tl.store(fields_out + columns * num_rows + row, fields, mask=columns < FIELDS)
-    tl.store(keys_out + row * 2 + columns - 3, fields, mask=(columns == 3) | (columns == 4))
-    position = tl.load(lanes + NUM_LANES + lane)
-    block = tl.load(block_tables + lane * MAX_BLOCKS + position // BLOCK_SIZE, mask=is_live, other=0)
-    tl.store(fields_out + FIELDS * num_rows + row, tl.where(is_live, block * BLOCK_SIZE + position % BLOCK_SIZE, -1))
-    tl.store(fields_out + (FIELDS + 1) * num_rows + row, tl.where(is_live, position + 1, 0))
-    for at in tl.static_range(0, MAX_BLOCKS, PAD_BLOCKS):
-        blocks = at + tl.arange(0, PAD_BLOCKS)
-        mask = blocks < MAX_BLOCKS
-        table = tl.load(block_tables + lane * MAX_BLOCKS + blocks, mask=mask, other=0)
-        tl.store(tables_out + row.to(tl.int64) * MAX_BLOCKS + blocks, table, mask=mask)
+    fields = lanes + lane
+    position = tl.load(fields + NUM_LANES, mask=is_live, other=0)
+    block = tl.load(block_tables + lane * MAX_BLOCKS + position // BLOCK_SIZE, mask=is_live, other=0).to(tl.int64)
+    tl.store(input_ids + row, tl.load(fields, mask=is_live, other=0).to(tl.int64))
+    tl.store(positions + row, position.to(tl.int64))
+    tl.store(slots + row, tl.where(is_live, block * BLOCK_SIZE + position % BLOCK_SIZE, -1))
+    tl.store(context_lens + row, tl.where(is_live, position + 1, 0))
+    tl.store(temperatures + row, tl.load(fields + 2 * NUM_LANES))
+    tl.store(keys + 2 * row, tl.load(fields + 3 * NUM_LANES).to(tl.uint32).to(tl.int64))
+    tl.store(keys + 2 * row + 1, tl.load(fields + 4 * NUM_LANES).to(tl.uint32).to(tl.int64))
+    tl.store(output_positions + row, tl.load(fields + 5 * NUM_LANES).to(tl.int64))
+    tl.store(sample_indices + row, tl.load(fields + 6 * NUM_LANES).to(tl.int64))
+    for start in tl.static_range(0, MAX_BLOCKS, PAD_BLOCKS):
+        indices = start + tl.arange(0, PAD_BLOCKS)
+        table = tl.load(block_tables + lane * MAX_BLOCKS + indices, mask=indices < MAX_BLOCKS, other=0)
+        tl.store(tables + row.to(tl.int64) * MAX_BLOCKS + indices, table, mask=indices < MAX_BLOCKS)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -98,18 +98,20 @@ class TritonDecodeState(DecodeState):
             MAX_BLOCKS=self.block_tables.size(1), FIELDS=NUM_FIELDS, CHUNK=_CHUNK, num_warps=4)  # fmt: skip
 
     def lay_out(self, num_rows: int) -> DecodeRows:
-        """See `DecodeState.lay_out`; all integers are int32, and keys the bits of their halves."""
+        """See `DecodeState.lay_out`."""
         max_blocks = self.block_tables.size(1)
-        fields = self.lanes.new_empty(NUM_FIELDS + 2, num_rows)
-        keys, tables = self.lanes.new_empty(num_rows, 2), self.lanes.new_empty(num_rows, max_blocks)
+        device = self.order.device
+        ids, positions, slots, output_positions, samples = torch.empty(5, num_rows, dtype=torch.int64, device=device)
+        keys = torch.empty(num_rows, 2, dtype=torch.int64, device=device)
+        lens, temperatures = torch.empty(2, num_rows, dtype=torch.int32, device=device)
+        tables = torch.empty(num_rows, max_blocks, dtype=torch.int32, device=device)
         _lay_out_kernel[(num_rows,)](
-            self.order, self.lanes, self.block_tables, fields, keys, tables, num_rows,
-            NUM_LANES=len(self.order), MAX_BLOCKS=max_blocks, BLOCK_SIZE=self.block_size, FIELDS=NUM_FIELDS,
+            self.order, self.lanes, self.block_tables, ids, positions, slots, lens, tables, temperatures, keys,
+            output_positions, samples, NUM_LANES=len(self.order), MAX_BLOCKS=max_blocks, BLOCK_SIZE=self.block_size,
             PAD_BLOCKS=min(1024, triton.next_power_of_2(max_blocks)), num_warps=4)  # fmt: skip
-        input_ids, positions, temperatures, _, _, output_positions, sample_indices, slots, context_lens = fields
-        context = Context(slot_mapping=slots, context_lens=context_lens, block_tables=tables)
-        sampling = SamplingInputs(temperatures.view(torch.float32), keys, output_positions, sample_indices)
-        return DecodeRows(input_ids, positions, context, sampling)
+        context = Context(slot_mapping=slots, context_lens=lens, block_tables=tables)
+        sampling = SamplingInputs(temperatures.view(torch.float32), keys, output_positions, samples)
+        return DecodeRows(ids, positions, context, sampling)
 
     def advance(self, tokens: torch.Tensor) -> None:
         """See `DecodeState.advance`."""
