@@ -74,7 +74,7 @@ class Config:
         if self.kvcache_block_size is not None:
             check_int("kvcache_block_size", self.kvcache_block_size, 1)
         if self.num_kvcache_blocks is not None and self.num_kvcache_blocks != -1:
-            check_int("num_kvcache_blocks", self.num_kvcache_blocks, 1)
+            check_int("num_kvcache_blocks", self.num_kvcache_blocks, 1, 2**31 - 1)  # block tables are int32
         if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ValueError(
                 f"device={self.device!r} is unknown. Known: 'auto', 'cpu', 'cuda', 'cuda:0', 'cuda:1', ..."

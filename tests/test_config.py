@@ -74,8 +74,9 @@ CONFIG_OUT_OF_RANGE = [
     ("gpu_memory_utilization", float("inf"), "finite"),
     ("tensor_parallel_size", 0, "at least 1"),
     ("kvcache_block_size", 0, "at least 1"),
-    ("num_kvcache_blocks", 0, "at least 1"),
-    ("num_kvcache_blocks", -2, "at least 1"),
+    ("num_kvcache_blocks", 0, f"between 1 and {2**31 - 1}"),
+    ("num_kvcache_blocks", -2, f"between 1 and {2**31 - 1}"),
+    ("num_kvcache_blocks", 2**31, f"between 1 and {2**31 - 1}"),
     ("lookahead", -1, "between 0 and 1"),
     ("lookahead", 2, "between 0 and 1"),
     ("seed", 2**64, f"between {-(2**63)} and {2**64 - 1}"),
@@ -269,8 +270,43 @@ def test_the_default_pool_is_at_most_two_gib(folder: str) -> None:
 
 
 def test_a_pool_that_cannot_be_allocated_is_refused_with_its_size(folder: str) -> None:
-    with pytest.raises(ValueError, match=r"1000000000000000 blocks of .* Lower num_kvcache_blocks"):
-        LLM(folder, num_kvcache_blocks=10**15)
+    # 2**31 blocks of a quarter of a megabyte: more than an address space holds, whatever the machine.
+    sizes = rf"{2**31 - 1} KV blocks of kvcache_block_size=1024 tokens, {2 * 2 * 1024 * 2 * 8 * 4} bytes each"
+    with pytest.raises(ValueError, match=rf"{sizes}, cannot be allocated on cpu\. Lower num_kvcache_blocks or"):
+        LLM(folder, device="cpu", kvcache_block_size=1024, num_kvcache_blocks=2**31 - 1)
+
+
+@pytest.mark.parametrize("size", [257, 10**9, 10**30])
+def test_a_block_longer_than_any_sequence_is_refused(size: int, folder: str) -> None:
+    """It gave torch's own error, or a pool of one huge block."""
+    message = f"kvcache_block_size={size} is out of range: with max_model_len=64 it must be at most 256"
+    for num_blocks in (4, None):
+        with pytest.raises(ValueError, match=message):
+            LLM(folder, max_model_len=64, kvcache_block_size=size, num_kvcache_blocks=num_blocks)
+
+
+@pytest.mark.parametrize(("max_model_len", "size"), [(64, 256), (256, 256), (257, 512), (5000, 1024)])
+def test_the_longest_block_is_max_model_len_rounded_up_to_what_flash_attn_takes(
+    max_model_len: int, size: int, folder: str
+) -> None:
+    with LLM(folder, max_model_len=max_model_len, kvcache_block_size=size, num_kvcache_blocks=2) as llm:
+        assert llm.engine.config.kvcache_block_size == size
+    with pytest.raises(ValueError, match=f"kvcache_block_size={size + 1} .* at most {size},"):
+        LLM(folder, max_model_len=max_model_len, kvcache_block_size=size + 1)
+
+
+def test_a_block_beyond_the_measured_pool_is_refused_unless_the_user_names_a_number(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool of one block took more than the pool's limit; 16 tokens of this model take 4096 bytes."""
+    monkeypatch.setattr("nanovllm.engine.device._CPU_POOL_BYTES", 4096)
+    with LLM(folder, device="cpu", max_model_len=64) as llm:
+        assert llm.engine.config.num_kvcache_blocks == 1
+    for num_blocks in (None, -1):
+        with pytest.raises(ValueError, match=r"kvcache_block_size=32 takes 8192 bytes, but a measured pool has 4096\."):
+            LLM(folder, device="cpu", max_model_len=64, kvcache_block_size=32, num_kvcache_blocks=num_blocks)
+    with LLM(folder, device="cpu", max_model_len=64, kvcache_block_size=32, num_kvcache_blocks=3) as llm:
+        assert llm.engine.config.num_kvcache_blocks == 3
 
 
 def test_auto_is_replaced_by_what_was_chosen(folder: str) -> None:

@@ -51,9 +51,14 @@ class CpuDevice:
         return lambda: tensor
 
     def num_kvcache_blocks(self, runner: "ModelRunner", config: Config, block_bytes: int) -> int:
-        """Return how many KV blocks the device has room for."""
+        """Return how many KV blocks the device has room for; ValueError if there is none for a measured pool."""
+        if block_bytes > _CPU_POOL_BYTES and config.num_kvcache_blocks in (None, -1):
+            raise ValueError(
+                f"A block of kvcache_block_size={runner.block_size} takes {block_bytes} bytes, but a measured "
+                f"pool has {_CPU_POOL_BYTES}. Lower it, or set num_kvcache_blocks."
+            )
         wanted = config.max_num_seqs * -(-config.max_model_len // runner.block_size)
-        return max(1, min(wanted, _CPU_POOL_BYTES // block_bytes))
+        return min(wanted, _CPU_POOL_BYTES // block_bytes)
 
     def capture(self, runner: "ModelRunner", config: Config) -> None:
         """Prepare captured decode steps, where the device has them."""

@@ -364,7 +364,7 @@ def settle_config(config: Config, model_config: ModelConfig) -> Config:
     """Return the config with device, dtype and length limit settled for this machine and model.
 
     Raises:
-        ValueError: A device that this machine does not have, or a tensor-parallel size that it cannot serve.
+        ValueError: A device that this machine does not have, or a tensor-parallel or block size that it cannot serve.
     """
     device = config.device
     if device == "auto":
@@ -387,6 +387,12 @@ def settle_config(config: Config, model_config: ModelConfig) -> Config:
             "max_model_len=%d is more than the model was made for; it is capped at %d.",
             config.max_model_len,
             max_model_len,
+        )
+    most = -(-max_model_len // 256) * 256  # flash_attn's blocks are multiples of 256
+    if (config.kvcache_block_size or 1) > most:
+        raise ValueError(
+            f"kvcache_block_size={config.kvcache_block_size} is out of range: with max_model_len={max_model_len} it "
+            f"must be at most {most}, since no sequence is longer."
         )
     return dataclasses.replace(config, device=device, dtype=dtype, max_model_len=max_model_len)
 

@@ -114,7 +114,13 @@ class ModelRunner:
 
         def allocate(num_blocks: int) -> None:
             # Left uninitialised: nothing reads a slot before it is written, and untouched pages cost no memory.
-            self.kv_cache = torch.empty(2, len(layers), num_blocks, *shape)
+            try:
+                self.kv_cache = torch.empty(2, len(layers), num_blocks, *shape)
+            except RuntimeError as error:
+                raise ValueError(
+                    f"{num_blocks} KV blocks of kvcache_block_size={self.block_size} tokens, {block_bytes} bytes each, "
+                    f"cannot be allocated on {self.device}. Lower num_kvcache_blocks or kvcache_block_size."
+                ) from error
             for i, layer in enumerate(layers):
                 layer.k_cache, layer.v_cache = self.kv_cache[0, i], self.kv_cache[1, i]
                 layer.backend = self.backend
@@ -123,13 +129,7 @@ class ModelRunner:
         num_blocks = self.device_ops.num_kvcache_blocks(self, config, block_bytes)
         if config.num_kvcache_blocks is not None and config.num_kvcache_blocks != -1:
             num_blocks = config.num_kvcache_blocks
-        try:
-            allocate(num_blocks)
-        except RuntimeError as error:
-            raise ValueError(
-                f"A KV cache of {num_blocks} blocks of {block_bytes} bytes ({num_blocks * block_bytes / 2**30:.1f} GiB)"
-                f" cannot be allocated. Lower num_kvcache_blocks."
-            ) from error
+        allocate(num_blocks)
         return num_blocks
 
     def warmup_model(self, config: Config) -> tuple[int, int]:
