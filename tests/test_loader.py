@@ -138,6 +138,35 @@ def test_a_tensor_of_the_wrong_shape_is_named_with_both_shapes(
     assert str(error.value) == f"Tensor {name!r} in {str(tmp_path)!r} has shape {wrong}, expected {right}."
 
 
+@pytest.mark.parametrize(
+    ("dtype", "spelled"),
+    [
+        (torch.int8, "I8"),
+        (torch.int32, "I32"),
+        (torch.uint8, "U8"),
+        (torch.bool, "BOOL"),
+        (torch.float8_e4m3fn, "F8_E4M3"),
+        (torch.complex64, "C64"),
+    ],
+)
+@pytest.mark.parametrize("name", [DOWN_PROJ, "model.layers.0.self_attn.k_proj.weight", "model.norm.weight"])
+def test_a_tensor_that_holds_no_plain_floats_is_refused_and_not_cast(
+    name: str, dtype: torch.dtype, spelled: str, tmp_path: Path
+) -> None:
+    """Quantized weights without their scales loaded in silence, as other numbers than they stand for."""
+    save_changed(tmp_path, UNTIED, lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
+    with pytest.raises(ValueError, match=f"Tensor '{name}' .* has type {spelled}; use a checkpoint that is not quant"):
+        LLM(str(tmp_path))
+
+
+def test_a_tensor_in_two_files_is_refused_since_one_of_them_would_win_in_silence(tmp_path: Path) -> None:
+    UNTIED.save(tmp_path)
+    save_file({DOWN_PROJ: torch.zeros(24, 40)}, tmp_path / "other.safetensors")
+    with pytest.raises(ValueError, match=rf"tensors that another file has too: {DOWN_PROJ}\. Remove one\.") as error:
+        build(tmp_path)
+    assert str(tmp_path / "other.safetensors") in str(error.value)
+
+
 def test_inverse_frequencies_that_old_checkpoints_carry_are_no_fault(tmp_path: Path) -> None:
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     build(save_changed(tmp_path, UNTIED, lambda tensors: tensors.update({name: torch.zeros(6)})))
@@ -190,11 +219,31 @@ def test_a_broken_index_is_named(tmp_path: Path) -> None:
         build(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}'])
-def test_an_index_without_a_map_of_names_to_files_is_named(content: str, tmp_path: Path) -> None:
-    (UNTIED.save(tmp_path) / "model.safetensors.index.json").write_text(content)
-    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json"):
+@pytest.mark.parametrize("weight_map", [None, [], {}, {"a": 1}, {"a": ""}, {"a": "."}, {"a": "pytorch_model.bin"}])
+def test_an_index_without_a_map_of_names_to_files_is_named(weight_map: Any, tmp_path: Path) -> None:
+    index = UNTIED.save(tmp_path) / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json .* lacks a weight_map to \*\.safetensors"):
         build(tmp_path)
+
+
+@pytest.mark.parametrize("target", ["nowhere", "model.safetensors"], ids=["dead", "loop"])
+def test_a_weight_file_that_is_a_broken_link_is_named(target: str, tmp_path: Path) -> None:
+    path = UNTIED.save(tmp_path) / "model.safetensors"
+    path.unlink()
+    path.symlink_to(target)
+    with pytest.raises(ValueError, match=r"lacks model\.safetensors;"):
+        build(tmp_path)
+
+
+def test_a_folder_of_links_is_read_like_the_files_that_they_lead_to(tmp_path: Path) -> None:
+    blobs, folder = UNTIED.save(tmp_path / "blobs"), tmp_path / "snapshot"
+    folder.mkdir()
+    for path in blobs.iterdir():
+        (folder / path.name).symlink_to(path)
+    (tmp_path / "link").symlink_to(folder)
+    for a, b in zip(build(blobs).parameters(), build(tmp_path / "link").parameters(), strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("has_head", [False, True])

@@ -12,6 +12,7 @@ from torch import nn
 from nanovllm.models.config import read_json
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt", "*.model"]
+_WEIGHT_TYPES = ("BF16", "F16", "F32", "F64")  # as safetensors spells them
 _EMBEDDED = Path(__file__).resolve().parent.parent / "embedded"
 
 
@@ -51,7 +52,7 @@ def load_model(model: nn.Module, folder: Path) -> None:
     Names are checked over all files before the first tensor is read.
 
     Raises:
-        ValueError: No safetensors files, or tensors missing, unexpected or of the wrong shape; all are listed.
+        ValueError: No safetensors files, or tensors missing, unexpected, in two files, quantized or of wrong shape.
     """
     targets = dict(_targets(model))
     own_names = {name for name, _ in model.named_parameters()}
@@ -63,6 +64,9 @@ def load_model(model: nn.Module, folder: Path) -> None:
                 file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
             except (OSError, SafetensorError) as error:
                 raise ValueError(f"{str(path)!r} cannot be read as safetensors: {error}") from error
+            twice = sorted(sources.keys() & file.keys())
+            if twice:
+                raise ValueError(f"{str(path)!r} has tensors that another file has too: {_some(twice)}. Remove one.")
             sources |= dict.fromkeys(file.keys(), file)
         missing = sorted(targets.keys() - sources.keys())
         unexpected = sorted(
@@ -75,8 +79,11 @@ def load_model(model: nn.Module, folder: Path) -> None:
             )
         for name, (param, shard_id) in targets.items():
             loader = getattr(param, "weight_loader", _load_whole)
+            source = sources[name].get_slice(name)
             try:
-                loader(param, sources[name].get_slice(name), *(() if shard_id is None else (shard_id,)))
+                if source.get_dtype() not in _WEIGHT_TYPES:
+                    raise ValueError(f"has type {source.get_dtype()}; use a checkpoint that is not quantized")
+                loader(param, source, *(() if shard_id is None else (shard_id,)))
             except ValueError as error:
                 raise ValueError(f"Tensor {name!r} in {str(folder)!r} {error}.") from error
     for param in model.parameters():
@@ -111,9 +118,12 @@ def _weight_files(folder: Path) -> list[Path]:
     index = read_json(folder / "model.safetensors.index.json")
     if index is not None:
         weight_map = index.get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise ValueError(f"model.safetensors.index.json in {str(folder)!r} lacks a weight_map of names to files.")
-        paths = [folder / name for name in sorted(set(weight_map.values()))]
+        names = list(weight_map.values()) if isinstance(weight_map, dict) else []
+        if not names or not all(isinstance(name, str) and name.endswith(".safetensors") for name in names):
+            raise ValueError(
+                f"model.safetensors.index.json in {str(folder)!r} lacks a weight_map to *.safetensors files."
+            )
+        paths = [folder / name for name in sorted(set(names))]
     else:
         paths = sorted(folder.glob("*.safetensors"))
     absent = [path.name for path in paths if not path.exists()]
