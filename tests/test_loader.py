@@ -295,17 +295,36 @@ def test_broken_json_is_named(file: str, text: str, message: str, tmp_path: Path
     assert str(tmp_path / file) in str(error.value)
 
 
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize("kind", ["folder", "dead link", "link to itself"])
+def test_a_file_that_is_there_but_cannot_be_read_is_named_and_not_passed_over(
+    kind: str, file: str, tmp_path: Path
+) -> None:
+    path = UNTIED.save(tmp_path) / file
+    path.unlink(missing_ok=True)
+    if kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("nowhere" if kind == "dead link" else path)
+    with pytest.raises(ValueError, match="cannot be read as JSON") as error:
+        LLM(str(tmp_path))
+    assert str(path) in str(error.value)
+
+
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "MistralForCausalLM", "Qwen3MoeForCausalLM"])
 def test_another_architecture_is_refused_by_name(architecture: str, tmp_path: Path) -> None:
     change_config(UNTIED.save(tmp_path), architectures=[architecture])
-    with pytest.raises(ValueError, match=f"'{architecture}' is not supported. Supported: .*Qwen3ForCausalLM"):
+    with pytest.raises(ValueError, match=rf"architectures=\['{architecture}'\] is not supported; use \['Qwen3"):
         LLM(str(tmp_path))
 
 
-def test_a_config_that_names_no_architecture_is_refused_by_its_model_type() -> None:
-    raw = {key: value for key, value in UNTIED.config_json().items() if key != "architectures"}
-    with pytest.raises(ValueError, match="'mamba' is not supported"):
-        ModelConfig.from_dict(raw | {"model_type": "mamba"})
+@pytest.mark.parametrize("value", [None, [], "Qwen3ForCausalLM", {"Qwen3ForCausalLM": 1}, [["Qwen3ForCausalLM"]], [5]])
+def test_architectures_that_are_no_list_of_names_are_refused_as_they_stand(value: Any, tmp_path: Path) -> None:
+    """A bare name was read as a list of letters: "Architecture 'Q' is not supported"."""
+    change_config(UNTIED.save(tmp_path), architectures=value)
+    with pytest.raises(ValueError, match=r"is not supported; use \['Qwen3ForCausalLM'\]") as error:
+        LLM(str(tmp_path))
+    assert f"{str(tmp_path / 'config.json')!r}: architectures={value!r} " in str(error.value)
 
 
 @pytest.mark.parametrize("rope_type", ["yarn", "llama3", "linear", "dynamic", "longrope"])
@@ -356,11 +375,18 @@ def test_quantized_checkpoints_are_refused_naming_the_method(method: str, tmp_pa
 
 @pytest.mark.parametrize(
     "changes",
-    [{"use_sliding_window": True, "sliding_window": 32}, {"layer_types": ["full_attention", "sliding_attention"]}],
+    [
+        {"use_sliding_window": True, "sliding_window": 32},
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        {"layer_types": ["full_attention", "linear_attention"]},
+        {"layer_types": ["chunked_attention"] * 2},
+        {"layer_types": "full_attention"},
+        {"layer_types": 5},
+    ],
 )
-def test_sliding_windows_are_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_layers_of_other_than_full_attention_are_refused(changes: dict[str, Any], tmp_path: Path) -> None:
     change_config(UNTIED.save(tmp_path), **changes)
-    with pytest.raises(ValueError, match="Sliding-window attention is not supported"):
+    with pytest.raises(ValueError, match="Sliding-window or linear attention is not supported"):
         LLM(str(tmp_path))
 
 
@@ -375,22 +401,60 @@ def test_a_window_that_is_switched_off_is_no_fault() -> None:
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; supported: 'silu'"),
         ({"head_dim": 7}, "head_dim=7 is odd"),
         ({"num_key_value_heads": 3}, "num_attention_heads=2 is no multiple of num_key_value_heads=3"),
-        ({"hidden_size": 0}, "lacks a positive integer for hidden_size"),
-        ({"vocab_size": None, "num_hidden_layers": "2"}, "lacks a positive integer for vocab_size, num_hidden_layers"),
-        ({"vocab_size": True}, "lacks a positive integer for vocab_size"),
-        ({"num_key_value_heads": "2"}, "lacks a positive integer for num_key_value_heads"),
-        ({"head_dim": "x"}, "lacks a positive integer for head_dim"),
-        ({"rope_theta": None}, "rope_theta"),
-        ({"rope_theta": "x"}, "rope_theta"),
+        ({"hidden_size": 0}, "hidden_size=0 is out of range: it must be at least 1"),
+        ({"intermediate_size": -4}, "intermediate_size=-4 is out of range"),
+        ({"vocab_size": None}, "vocab_size must be an int, not None"),
+        ({"vocab_size": True}, "vocab_size must be an int, not True"),
+        ({"vocab_size": 101.0}, "vocab_size must be an int, not 101.0"),
+        ({"num_hidden_layers": "2"}, "num_hidden_layers must be an int, not '2'"),
+        ({"num_attention_heads": []}, r"num_attention_heads must be an int, not \[\]"),
+        ({"num_key_value_heads": "2"}, "num_key_value_heads must be an int, not '2'"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads=0 is out of range"),
+        ({"head_dim": "x"}, "head_dim must be an int, not 'x'"),
+        ({"head_dim": 0}, "head_dim=0 is out of range"),
+        ({"rope_theta": None}, "rope_theta must be a number, not None"),
+        ({"rope_theta": "x"}, "rope_theta must be a number, not 'x'"),
+        ({"rope_theta": 0}, "rope_theta=0 is out of range: it must be finite, above 0"),
+        ({"rope_theta": -5.0}, "rope_theta=-5.0 is out of range"),
+        ({"rope_parameters": {"rope_theta": float("nan"), "rope_type": "default"}}, "rope_theta=nan is out of range"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps must be a number, not '1e-6'"),
+        ({"rms_norm_eps": None}, "rms_norm_eps must be a number, not None"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps=0 is out of range: it must be finite, above 0"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps=-1e-06 is out of range"),
+        ({"max_position_embeddings": None}, "max_position_embeddings must be an int, not None"),
+        ({"max_position_embeddings": "4096"}, "max_position_embeddings must be an int, not '4096'"),
+        ({"max_position_embeddings": 64.0}, "max_position_embeddings must be an int, not 64.0"),
+        ({"max_position_embeddings": 1}, "max_position_embeddings=1 is out of range: it must be at least 2"),
+        ({"torch_dtype": "float8_e4m3fn"}, "torch_dtype='float8_e4m3fn' is unknown"),
+        ({"torch_dtype": ["float32"]}, "torch_dtype=.*float32.* is unknown"),
+        ({"dtype": "int8"}, "^[^ ]+ dtype='int8' is unknown. Known: 'float32', 'bfloat16', 'float16'"),
+        ({"tie_word_embeddings": "true"}, "tie_word_embeddings must be True or False, not 'true'"),
+        ({"tie_word_embeddings": None}, "tie_word_embeddings must be True or False, not None"),
+        ({"attention_bias": 1}, "attention_bias must be True or False, not 1"),
         ({"rope_scaling": "yarn"}, "rope_scaling='yarn'"),
         ({"rope_scaling": {"factor": 4.0}}, "RoPE type"),
         ({"rope_parameters": {"full_attention": {"rope_type": "yarn", "rope_theta": 5.0}}}, "RoPE type"),
         ({"quantization_config": "fp8"}, "Quantized checkpoints .*'fp8'"),
     ],
 )
-def test_sizes_and_parts_that_cannot_be_run_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ModelConfig.from_dict(UNTIED.config_json() | changes)
+def test_fields_that_are_wrong_or_cannot_be_run_are_refused_by_name(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    change_config(UNTIED.save(tmp_path), **changes)
+    with pytest.raises(ValueError, match=message) as error:
+        LLM(str(tmp_path))
+    assert str(error.value).startswith(f"{str(tmp_path / 'config.json')!r}: ")
+
+
+def test_fields_that_may_be_left_out_have_the_architecture_s_defaults() -> None:
+    raw = {
+        key: value for key, value in UNTIED.config_json().items() if not key.endswith(("dtype", "eps", "embeddings"))
+    }
+    config = ModelConfig.from_dict(raw | {"num_key_value_heads": None, "head_dim": None})
+    assert (config.num_key_value_heads, config.head_dim, config.dtype) == (2, 128, "bfloat16")
+    assert (config.rms_norm_eps, config.max_position_embeddings, config.tie_word_embeddings) == (1e-6, 32768, False)
+    both = {"torch_dtype": "float32", "dtype": "torch.float16"}  # transformers 5 writes the second name
+    assert ModelConfig.from_dict(raw | both).dtype == "float16"
 
 
 def test_end_tokens_of_config_and_generation_config_are_united(tmp_path: Path) -> None:
@@ -398,6 +462,59 @@ def test_end_tokens_of_config_and_generation_config_are_united(tmp_path: Path) -
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
     with LLM(str(tmp_path), num_kvcache_blocks=4, max_model_len=64) as llm:
         assert llm.engine.end_token_ids == {5, 7, 9}
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("value", ["5", True, 5.0, {"id": 5}, [5, "7"], [[5]], [None]])
+def test_end_tokens_that_are_no_ints_are_refused_before_the_weights_are_read(
+    value: Any, file: str, tmp_path: Path
+) -> None:
+    (UNTIED.save(tmp_path) / "model.safetensors").unlink()
+    path = tmp_path / file
+    path.write_text(json.dumps(UNTIED.config_json() | {"eos_token_id": value}))
+    with pytest.raises(ValueError, match="must be an int or a list of ints") as error:
+        LLM(str(tmp_path))
+    assert f"{str(path)!r}: eos_token_id={value!r} " in str(error.value)
+
+
+def test_end_tokens_outside_the_vocabulary_are_left_out_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They can never come, so they harm nothing but `min_tokens`, which held back a logit that is not there."""
+    change_config(UNTIED.save(tmp_path), eos_token_id=[101, 100, -1])
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 1000000000000000000000000000000}')
+    params = SamplingParams(temperature=0, max_tokens=3, min_tokens=3, logit_bias={100: 100.0})
+    with LLM(str(tmp_path), num_kvcache_blocks=4, max_model_len=64) as llm:
+        assert llm.engine.end_token_ids == {100}
+        (out,) = llm.generate([[1, 2]], params, use_tqdm=False)
+    assert out.error is None and len(out.token_ids) == 3 and 100 not in out.token_ids
+    assert [record.levelname for record in caplog.records if "outside the vocabulary of 101" in record.message] == [
+        "WARNING",
+        "WARNING",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("generation", "message"),
+    [
+        ({"temperature": "0.7"}, "temperature must be a number, not '0.7'"),
+        ({"temperature": -1}, "temperature=-1 is out of range"),
+        ({"top_p": 0}, "top_p=0 is out of range"),
+        ({"top_k": 1.5}, "top_k must be an int, not 1.5"),
+        ({"do_sample": "false"}, "do_sample must be True or False, not 'false'"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0 is out of range: it must be at least 1"),
+        ({"max_new_tokens": "9"}, "max_new_tokens must be an int, not '9'"),
+    ],
+)
+def test_wrong_defaults_in_generation_config_are_refused_before_the_weights_are_read(
+    generation: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    (UNTIED.save(tmp_path) / "model.safetensors").unlink()
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps(generation))
+    with pytest.raises(ValueError, match=message) as error:
+        LLM(str(tmp_path))
+    assert str(error.value).startswith(f"{str(path)!r}: ")
 
 
 # Dummy weights

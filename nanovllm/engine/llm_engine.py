@@ -23,9 +23,10 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import StepOutput
-from nanovllm.models.config import ModelConfig
+from nanovllm.models.config import ModelConfig, faults_of
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import check_bool, check_int
 from nanovllm.utils.loader import find_checkpoint
 from nanovllm.utils.tokenizer import StopStringFinder, decode, end_token_ids, load_tokenizer
 
@@ -66,6 +67,8 @@ class LLMEngine:
         config = Config(model, **knobs)
         folder = find_checkpoint(config.model, config.revision)
         model_config = ModelConfig.from_folder(folder)
+        with faults_of(folder / "generation_config.json"):
+            default_sampling_params(model_config)  # a fault shows before the weights are read
         config = settle_config(config, model_config)
         tokenizer_folder = find_checkpoint(config.tokenizer) if config.tokenizer else folder
         tokenizer = load_tokenizer(tokenizer_folder)
@@ -351,12 +354,12 @@ def _book_logprobs(seqs: SequenceOf[Sequence], result: StepOutput) -> None:
 
 def default_sampling_params(model_config: ModelConfig) -> SamplingParams:
     """Return what a request without parameters gets: `SamplingParams()` with what generation_config.json says."""
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "do_sample", "max_new_tokens")
     given = {name: model_config.generation[name] for name in names if model_config.generation.get(name) is not None}
-    if model_config.generation.get("do_sample") is False:
+    if not check_bool("do_sample", given.pop("do_sample", True)):
         given["temperature"] = 0.0
-    if model_config.generation.get("max_new_tokens"):
-        given["max_tokens"] = model_config.generation["max_new_tokens"]
+    if "max_new_tokens" in given:
+        given["max_tokens"] = check_int("max_new_tokens", given.pop("max_new_tokens"), 1)
     return SamplingParams(**given)
 
 

@@ -109,7 +109,7 @@ def split_reasoning(text: str, starts_open: bool) -> tuple[str | None, str]:
 
 def end_token_ids(tokenizer: Any, model_config: ModelConfig) -> frozenset[int]:
     """Return every token that ends a completion: those of tokenizer, config and generation config together."""
-    ids = set(model_config.eos_token_ids)
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        ids.add(tokenizer.eos_token_id)
-    return frozenset(ids)
+    own_id = None if tokenizer is None else tokenizer.eos_token_id
+    # A tokenizer may know more tokens than the model; one that has no logit can never come, nor be held back.
+    own_ids = {own_id} if own_id is not None and own_id < model_config.vocab_size else set()
+    return frozenset(model_config.eos_token_ids) | own_ids
