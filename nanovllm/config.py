@@ -65,6 +65,8 @@ class Config:
             value = getattr(self, name)
             if not (isinstance(value, str) or (value is None and name != "model")):
                 raise TypeError(f"{name} must be a string (a folder or a hub id), not {value!r}.")
+            if value is not None and not value.strip():
+                raise ValueError(f"{name}={value!r} is empty; give a folder, a hub id or 'embedded'.")
         check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         check_int("max_num_seqs", self.max_num_seqs, 1)
         check_int("max_model_len", self.max_model_len, 2)

@@ -36,7 +36,7 @@ def _device(request: pytest.FixtureRequest) -> Iterator[None]:
         chosen: dict[str, Any] = {"device": device} if config.device == "auto" else {}
         if config.dtype == "auto" and chosen:
             chosen["dtype"] = "float32"
-        if device != "cpu" and config.max_num_seqs == Config("").max_num_seqs:
+        if device != "cpu" and config.max_num_seqs == Config("model").max_num_seqs:
             chosen["max_num_seqs"] = 24  # few graphs to capture in each of many engines
         return settle_config(dataclasses.replace(config, **chosen), model_config)
 

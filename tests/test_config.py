@@ -185,6 +185,13 @@ def test_a_model_that_is_no_string_is_a_typeerror(model: Any) -> None:
         Config(model)
 
 
+@pytest.mark.parametrize("name", ["model", "tokenizer", "revision"])
+@pytest.mark.parametrize("value", ["", " "])
+def test_a_name_that_is_empty_is_refused_and_not_taken_for_the_working_folder(name: str, value: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name}={value!r} is empty"):
+        Config(**{"model": "embedded", name: value})
+
+
 def test_values_at_their_limits_are_legal() -> None:
     Config("model", max_num_batched_tokens=1, max_num_seqs=1, max_model_len=2, gpu_memory_utilization=1, lookahead=0)
     Config("model", kvcache_block_size=1, num_kvcache_blocks=-1, seed=2**64 - 1, device="cuda:11")

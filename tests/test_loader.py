@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils.loader import fill_with_random_weights, find_checkpoint, load_model
+from nanovllm.utils.tokenizer import end_token_ids
 
 UNTIED, TIED = SHAPES["plain"], SHAPES["tied"]
 DOWN_PROJ = "model.layers.1.mlp.down_proj.weight"
@@ -517,6 +519,72 @@ def test_wrong_defaults_in_generation_config_are_refused_before_the_weights_are_
     assert str(error.value).startswith(f"{str(path)!r}: ")
 
 
+# Tokenizers
+
+
+EMBEDDED = Path(nanovllm.__file__).resolve().parent / "embedded"
+
+
+def with_tokenizer(folder: Path) -> Path:
+    """Add the embedded model's tokenizer to a folder, which need not hold a model."""
+    folder.mkdir(exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(EMBEDDED / name, folder)
+    return folder
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", [b"{", b"[]", b'"x"', b"\xff", "folder", "dead link"])
+def test_a_broken_tokenizer_file_is_named_and_not_passed_over(content: bytes | str, file: str, tmp_path: Path) -> None:
+    path = with_tokenizer(UNTIED.save(tmp_path)) / file
+    path.unlink()
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("nowhere")
+    with pytest.raises(ValueError, match=r"cannot be read as JSON|must hold a JSON object") as error:
+        LLM(str(tmp_path))
+    assert str(path) in str(error.value)
+
+
+def test_a_tokenizer_of_sound_json_that_is_none_is_refused_naming_its_folder(tmp_path: Path) -> None:
+    (with_tokenizer(UNTIED.save(tmp_path)) / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=f"The tokenizer in '{tmp_path}' cannot be loaded"):
+        LLM(str(tmp_path))
+
+
+def test_a_tokenizer_of_another_folder_needs_no_model_there(tmp_path: Path) -> None:
+    model, tokenizer = UNTIED.save(tmp_path / "model"), with_tokenizer(tmp_path / "tokenizer")
+    with LLM(str(model), tokenizer=str(tokenizer), num_kvcache_blocks=4, max_model_len=64) as llm:
+        assert llm.tokenizer.decode(llm.tokenizer("1 + 1")["input_ids"]) == "1 + 1"
+        assert llm.engine.end_token_ids == {2}
+        # A model of too few tokens for this tokenizer's end token can never give it.
+        assert end_token_ids(llm.tokenizer, dataclasses.replace(llm.engine.model_config, vocab_size=2)) == set()
+
+
+def test_a_tokenizer_folder_without_tokenizer_files_is_refused(tmp_path: Path) -> None:
+    """The engine started without a tokenizer, and texts were refused as if the model had none."""
+    folder = UNTIED.save(tmp_path)
+    (folder / "model.safetensors").unlink()  # so it is not the weights that are read first
+    with pytest.raises(ValueError, match=f"^tokenizer='{folder}' has no tokenizer files, such as tokenizer.json"):
+        LLM(str(folder), tokenizer=str(folder))
+
+
+def test_a_tokenizer_that_is_no_folder_is_refused_as_the_tokenizer_and_not_as_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_offline(tmp_path, monkeypatch)
+    folder = str(UNTIED.save(tmp_path / "model"))
+    hint = r"Give a folder with tokenizer\.json, a hub id, or 'embedded' for the tokenizer in this package"
+    for name in ("./no-such-folder", f"{folder}/config.json"):
+        with pytest.raises(ValueError, match=f"^tokenizer='{name}' is no folder.*{hint}"):
+            LLM(folder, tokenizer=name)
+    with pytest.raises(OSError, match=f"^tokenizer='some-owner/none' is no folder here and could not.*{hint}"):
+        LLM(folder, tokenizer="some-owner/none")
+
+
 # Dummy weights
 
 
@@ -556,16 +624,33 @@ def test_dummy_weights_are_the_seed_s_and_no_two_tensors_are_alike(tmp_path: Pat
 # Names of models
 
 
-def test_a_hub_id_that_cannot_be_fetched_is_an_oserror_that_offers_the_embedded_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def go_offline(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+
+
+@pytest.mark.parametrize("model", ["embeded", "Embedded", "embedding"])
+def test_a_name_near_embedded_is_answered_with_it(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_offline(tmp_path, monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        OSError, match=rf"^model='{model}' is no folder here .* Did you mean 'embedded'\? Give a folder"
+    ):
+        LLM(model)
+
+
+def test_a_hub_id_that_cannot_be_fetched_is_an_oserror_that_offers_the_embedded_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_offline(tmp_path, monkeypatch)
     for model in ("some-owner/no-such-model", "gpt-none"):
         with pytest.raises(OSError, match=f"'{model}' is no folder here and could not be fetched.*'embedded'"):
             LLM(model)
+        with pytest.raises(OSError, match="could not be fetched") as error:
+            LLM(model)
+        assert "Did you mean" not in str(error.value)
 
 
 def test_revision_and_wanted_files_reach_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -584,6 +669,30 @@ def test_revision_and_wanted_files_reach_the_hub(tmp_path: Path, monkeypatch: py
     assert {"*.json", "*.safetensors"} <= set(patterns) and "*.bin" not in patterns
 
 
+def test_weights_that_nobody_reads_are_not_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tokenizer of the hub brought its model's weights along, and so did random weights."""
+    import huggingface_hub
+
+    folders = {"owner/model": TIED.save(tmp_path / "model"), "owner/tokenizer": with_tokenizer(tmp_path / "tokenizer")}
+    fetched: list[tuple[str, bool]] = []
+
+    def fake_download(model: str, **settings: Any) -> str:
+        assert {"*.json", "*.jinja", "*.model"} <= set(settings["allow_patterns"])
+        fetched.append((model, "*.safetensors" in settings["allow_patterns"]))
+        return str(folders[model])
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake_download)
+    for load_format in ("auto", "dummy"):
+        knobs = {"load_format": load_format, "num_kvcache_blocks": 4, "max_model_len": 64}
+        LLM("owner/model", tokenizer="owner/tokenizer", **knobs).close()
+    assert fetched == [
+        ("owner/model", True),
+        ("owner/tokenizer", False),
+        ("owner/model", False),
+        ("owner/tokenizer", False),
+    ]
+
+
 @pytest.mark.parametrize(
     "model", ["./no-such-folder", "/no/such/folder", "~/models/qwen3", "models/qwen/3", "../qwen3"]
 )
@@ -594,20 +703,27 @@ def test_a_path_that_is_no_folder_is_a_valueerror(model: str, tmp_path: Path, mo
     assert repr(model) in str(error.value)
 
 
-def test_a_file_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_or_a_broken_link_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "weights.safetensors").write_bytes(b"")
+    (tmp_path / "link").symlink_to("nowhere")
     monkeypatch.chdir(tmp_path)
-    for model in ("weights.safetensors", str(tmp_path / "weights.safetensors")):
-        with pytest.raises(ValueError, match="is no folder"):
-            LLM(model)
+    for name, kind in (("weights.safetensors", "a file"), ("link", "a broken link")):
+        for model in (name, str(tmp_path / name)):
+            with pytest.raises(ValueError, match=rf"^model='{model}' is no folder but {kind}\. Give a folder"):
+                LLM(model)
 
 
-def test_embedded_is_the_model_in_the_package_unless_a_folder_has_that_name(
+def test_embedded_is_the_model_in_the_package_unless_a_model_s_folder_has_that_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert find_checkpoint("embedded") == Path(nanovllm.__file__).resolve().parent / "embedded"
-    (tmp_path / "embedded").mkdir()
+    (tmp_path / "embedded").mkdir()  # the outputs of a job, say
+    assert find_checkpoint("embedded") == Path(nanovllm.__file__).resolve().parent / "embedded"
+    assert find_checkpoint("embedded", what="tokenizer") == Path(nanovllm.__file__).resolve().parent / "embedded"
+    with pytest.raises(ValueError, match=r"'embedded' is no model folder: it has no config\.json"):
+        LLM("./embedded")
+    UNTIED.save(tmp_path / "embedded")
     assert find_checkpoint("embedded") == Path("embedded")
 
 

@@ -65,13 +65,15 @@ class LLMEngine:
 
     def __init__(self, model: str, **knobs: Any) -> None:
         config = Config(model, **knobs)
-        folder = find_checkpoint(config.model, config.revision)
+        folder = find_checkpoint(config.model, config.revision, with_weights=config.load_format != "dummy")
         model_config = ModelConfig.from_folder(folder)
         with faults_of(folder / "generation_config.json"):
             default_sampling_params(model_config)  # a fault shows before the weights are read
         config = settle_config(config, model_config)
-        tokenizer_folder = find_checkpoint(config.tokenizer) if config.tokenizer else folder
+        tokenizer_folder = find_checkpoint(config.tokenizer, what="tokenizer") if config.tokenizer else folder
         tokenizer = load_tokenizer(tokenizer_folder)
+        if tokenizer is None and config.tokenizer:
+            raise ValueError(f"tokenizer={config.tokenizer!r} has no tokenizer files, such as tokenizer.json.")
         runner = ModelRunner(config, model_config, folder, end_token_ids(tokenizer, model_config))
         self._assemble(config, model_config, tokenizer, runner)
 

@@ -10,39 +10,46 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from nanovllm.models.config import read_json
+from nanovllm.utils.checks import near_name
 
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt", "*.model"]
+_HUB_FILES = ["*.json", "*.jinja", "merges.txt", "vocab.txt", "*.model"]
 _WEIGHT_TYPES = ("BF16", "F16", "F32", "F64")  # as safetensors spells them
 _EMBEDDED = Path(__file__).resolve().parent.parent / "embedded"
 
 
-def find_checkpoint(model: str, revision: str | None = None) -> Path:
-    """Return the folder of a model, fetching it from the hub if need be.
+def find_checkpoint(name: str, revision: str | None = None, what: str = "model", with_weights: bool = True) -> Path:
+    """Return the folder of a model or tokenizer, fetching it from the hub if need be.
 
     Args:
-        model: A folder, "embedded" (unless a folder has that name), or a hub id.
+        name: A folder, "embedded" (unless a folder with a config.json has that name), or a hub id.
         revision: Branch, tag or commit on the hub.
+        what: "model" or "tokenizer": the setting that gave the name.
+        with_weights: Whether to fetch a model's weights too.
 
     Raises:
         ValueError: Neither a folder nor something that can be a hub id.
         OSError: The hub does not have it or cannot be reached.
     """
-    if Path(model).is_dir():
-        return Path(model)
-    if model == "embedded":
+    path = Path(name)
+    if name == "embedded" and not (path / "config.json").exists():
         return _EMBEDDED
-    hint = "Give a folder with config.json and *.safetensors, a hub id, or 'embedded' for the model in this package."
-    if not model or Path(model).exists() or model.count("/") > 1 or model.startswith((".", "/", "~")):
-        raise ValueError(f"model={model!r} is no folder. {hint}")
+    if path.is_dir():
+        return path
+    files = "config.json and *.safetensors" if what == "model" else "tokenizer.json"
+    hint = f"Give a folder with {files}, a hub id, or 'embedded' for the {what} in this package."
+    kind = " but a file" if path.exists() else " but a broken link" if path.is_symlink() else ""
+    if kind or name.count("/") > 1 or name.startswith((".", "/", "~")):
+        raise ValueError(f"{what}={name!r} is no folder{kind}. {hint}")
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=_HUB_FILES))
+        patterns = _HUB_FILES + ["*.safetensors"] * (with_weights and what == "model")
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except Exception as error:  # the hub's own errors come from several libraries
         raise OSError(
-            f"model={model!r} is no folder here and could not be fetched from the hub "
-            f"({type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no details'}). "
-            f"{hint}"
+            f"{what}={name!r} is no folder here and could not be fetched from the hub "
+            f"({type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no details'})."
+            f"{near_name(name, ['embedded'])} {hint}"
         ) from error
 
 

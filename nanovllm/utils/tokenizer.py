@@ -1,9 +1,10 @@
 """The checkpoint's tokenizer and the end tokens that its files name."""
 
+import os
 from pathlib import Path
 from typing import Any
 
-from nanovllm.models.config import ModelConfig
+from nanovllm.models.config import ModelConfig, read_json
 from nanovllm.sampling_params import SamplingParams
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
@@ -15,10 +16,11 @@ def load_tokenizer(folder: Path) -> Any:
     Raises:
         ValueError: The files cannot be read as a tokenizer.
     """
-    if not any((folder / name).exists() for name in _TOKENIZER_FILES):
+    if not any(os.path.lexists(folder / name) for name in _TOKENIZER_FILES):
         return None
+    read_json(folder / "tokenizer_config.json")  # transformers passes over one that it cannot read
     try:
-        if (folder / "tokenizer.json").exists():
+        if os.path.lexists(folder / "tokenizer.json"):
             from transformers import PreTrainedTokenizerFast
 
             return PreTrainedTokenizerFast.from_pretrained(folder)
@@ -26,6 +28,7 @@ def load_tokenizer(folder: Path) -> Any:
 
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises bare Exceptions
+        read_json(folder / "tokenizer.json")  # names the file, if that is what is broken
         raise ValueError(f"The tokenizer in {str(folder)!r} cannot be loaded: {error}") from error
 
 
