@@ -1,4 +1,4 @@
-"""Every kernel compiles for a GPU, also on a machine that has none: what the interpreter takes, the compiler may not."""
+"""Every kernel compiles for a GPU, also where there is none: what the interpreter takes, the compiler may not."""
 
 import os
 import subprocess

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,7 +29,7 @@ from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_bool, check_int
 from nanovllm.utils.loader import find_checkpoint
-from nanovllm.utils.tokenizer import StopStringFinder, decode, end_token_ids, load_tokenizer
+from nanovllm.utils.tokenizer import StopStringFinder, decode, end_token_ids, has_tokenizer, load_tokenizer
 
 logger = logging.getLogger("nanovllm")
 
@@ -71,11 +72,19 @@ class LLMEngine:
             default_sampling_params(model_config)  # a fault shows before the weights are read
         config = settle_config(config, model_config)
         tokenizer_folder = find_checkpoint(config.tokenizer, what="tokenizer") if config.tokenizer else folder
-        tokenizer = load_tokenizer(tokenizer_folder)
-        if tokenizer is None and config.tokenizer:
+        if config.tokenizer and not has_tokenizer(tokenizer_folder):
             raise ValueError(f"tokenizer={config.tokenizer!r} has no tokenizer files, such as tokenizer.json.")
-        runner = ModelRunner(config, model_config, folder, end_token_ids(tokenizer, model_config))
+        start = time.perf_counter()
+        with ThreadPoolExecutor(1) as pool:  # a tokenizer imports for seconds, in which the weights can be read
+            loading = pool.submit(load_tokenizer, tokenizer_folder)
+            runner = ModelRunner(config, model_config, folder)
+            waited = time.perf_counter()
+            tokenizer = loading.result()
+        runner.end_token_ids = end_token_ids(tokenizer, model_config)
         self._assemble(config, model_config, tokenizer, runner)
+        self.startup_s = {**runner.startup_s, "tokenizer": time.perf_counter() - waited}
+        parts = ", ".join(f"{part} {seconds:.2f}" for part, seconds in self.startup_s.items())
+        logger.info("Ready after %.2f s: %s", time.perf_counter() - start, parts)
 
     @classmethod
     def from_parts(cls, config: Config, model_config: ModelConfig, tokenizer: Any, runner: Runner) -> "LLMEngine":
@@ -88,6 +97,7 @@ class LLMEngine:
         self.config = dataclasses.replace(
             config, num_kvcache_blocks=runner.num_blocks, kvcache_block_size=runner.block_size
         )
+        self.startup_s = dict[str, float]()  # seconds of each part of the start
         self.model_config = model_config
         self.tokenizer = tokenizer
         self.model_runner = runner

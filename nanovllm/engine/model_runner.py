@@ -47,17 +47,14 @@ class ModelRunner:
         config: Knobs, with `device`, `dtype` and the lengths settled.
         model_config: The checkpoint's shape.
         folder: The checkpoint's folder.
-        end_token_ids: The tokens that `min_tokens` holds back.
 
     Raises:
         ValueError: Weights that do not fit, a backend that does not run here, a block size that it cannot take.
     """
 
-    def __init__(
-        self, config: Config, model_config: ModelConfig, folder: Path, end_token_ids: Collection[int] = ()
-    ) -> None:
+    def __init__(self, config: Config, model_config: ModelConfig, folder: Path) -> None:
         self.model_config = model_config
-        self.end_token_ids = end_token_ids
+        self.end_token_ids: Collection[int] = ()  # the tokens that `min_tokens` holds back; set by the engine
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.backend = create_backend(
             config.attention_backend, config.device.partition(":")[0], config.kvcache_block_size
@@ -95,8 +92,7 @@ class ModelRunner:
         blocks = f"{self.num_blocks} KV blocks of {self.block_size} tokens ({self.kv_cache.nbytes / 1e6:.1f} MB)"
         logger.info(
             f"{self.model_config.architecture} on {self.device}: {weight_mb:.1f} MB of weights, {blocks}, "
-            f"attention backend {self.backend.name}{self.device_ops.describe()}; seconds: "
-            + ", ".join(f"{part} {seconds:.2f}" for part, seconds in self.startup_s.items())
+            f"attention backend {self.backend.name}{self.device_ops.describe()}"
         )
 
     @contextmanager

@@ -10,13 +10,18 @@ from nanovllm.sampling_params import SamplingParams
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether the folder has tokenizer files."""
+    return any(os.path.lexists(folder / name) for name in _TOKENIZER_FILES)
+
+
 def load_tokenizer(folder: Path) -> Any:
     """Return the folder's tokenizer (a transformers tokenizer), or None if the folder has no tokenizer files.
 
     Raises:
         ValueError: The files cannot be read as a tokenizer.
     """
-    if not any(os.path.lexists(folder / name) for name in _TOKENIZER_FILES):
+    if not has_tokenizer(folder):
         return None
     read_json(folder / "tokenizer_config.json")  # transformers passes over one that it cannot read
     try:
