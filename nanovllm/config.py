@@ -32,6 +32,8 @@ class Config:
         dtype: "auto" (float32 on a CPU, elsewhere the checkpoint's), "float32", "bfloat16" or "float16".
         attention_backend: "auto", "flash_attn", "triton" or "torch".
         load_format: "auto", or "dummy" for random weights from config.json alone.
+        greedy_admission: True: a prompt is admitted as soon as there is a place and room for its tokens, as in
+            nano-vLLM. False: also only if the pool is expected to hold what all will grow to, and some at a time.
         lookahead: Steps that the host prepares while an earlier one is still running: 0 or 1.
         seed: Engine seed, from which requests without a seed of their own draw.
         tokenizer: Folder or hub id of the tokenizer; None: the model's.
@@ -55,6 +57,7 @@ class Config:
     dtype: str = "auto"
     attention_backend: str = "auto"
     load_format: str = "auto"
+    greedy_admission: bool = False
     lookahead: int = 1
     seed: int = 0
     tokenizer: str | None = None
@@ -73,6 +76,7 @@ class Config:
         check_float("gpu_memory_utilization", self.gpu_memory_utilization, 0.0, 1.0, above=True)
         check_int("tensor_parallel_size", self.tensor_parallel_size, 1)
         check_bool("enforce_eager", self.enforce_eager)
+        check_bool("greedy_admission", self.greedy_admission)
         if self.kvcache_block_size is not None:
             check_int("kvcache_block_size", self.kvcache_block_size, 1)
         if self.num_kvcache_blocks is not None and self.num_kvcache_blocks != -1:

@@ -222,6 +222,7 @@ def make_engine(
         head_dim=2,
         eos_token_ids=tuple(end_token_ids),
     )
+    knobs = {"greedy_admission": True, **knobs}  # so that small pools lead to preemption
     config = Config("fake", device="cpu", **knobs)
     return LLMEngine.from_parts(config, model_config, tokenizer, FakeRunner(num_blocks, block_size, vocab_size))
 
@@ -297,6 +298,7 @@ class Workload:
     max_num_batched_tokens: int
     max_num_seqs: int
     max_model_len: int
+    greedy_admission: bool
     end_token_ids: tuple[int, ...]
     requests: tuple[Request, ...]
 
@@ -329,6 +331,7 @@ def draw_workload(draw_int: Callable[[int, int], int]) -> Workload:
         max_num_batched_tokens=pick((64, 32, 16, 8, 5, 3, 2, 1)),
         max_num_seqs=draw_int(1, 5),
         max_model_len=pick((64, 64, 64, 30, 21, 9)),
+        greedy_admission=pick((True, False)),
         end_token_ids=pick(((), (3,), (3, 7))),
         requests=(),
     )
@@ -384,6 +387,7 @@ def run_workload(workload: Workload, lookahead: int, *, check_books: bool = True
         max_num_batched_tokens=workload.max_num_batched_tokens,
         max_num_seqs=workload.max_num_seqs,
         max_model_len=workload.max_model_len,
+        greedy_admission=workload.greedy_admission,
         lookahead=lookahead,
     )
     watch = Watch(engine) if check_books else None

@@ -232,6 +232,7 @@ def test_defaults_are_those_that_users_know() -> None:
         "dtype": "auto",
         "attention_backend": "auto",
         "load_format": "auto",
+        "greedy_admission": False,
         "lookahead": 1,
         "seed": 0,
         "tokenizer": None,

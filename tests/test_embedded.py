@@ -75,16 +75,17 @@ def test_held_out_questions_are_answered_right(plain, least):
     [
         {"kvcache_block_size": 1},
         {"kvcache_block_size": 16, "max_num_batched_tokens": 11},
-        {"kvcache_block_size": 16, "num_kvcache_blocks": 7, "lookahead": 0},
+        {"kvcache_block_size": 16, "num_kvcache_blocks": 7, "lookahead": 0, "greedy_admission": True},
+        {"kvcache_block_size": 16, "num_kvcache_blocks": 7, "max_num_seqs": 64},
         {"kvcache_block_size": 256},
-        {"kvcache_block_size": 4, "num_kvcache_blocks": 24, "max_num_batched_tokens": 30, "max_num_seqs": 6},
+        {"kvcache_block_size": 4, "num_kvcache_blocks": 24, "max_num_batched_tokens": 30, "greedy_admission": True},
     ],
 )
 def test_greedy_answers_equal_transformers_whatever_the_knobs(reference, knobs):
     questions = held_out_questions()[:30] + held_out_questions()[:3]
     with LLM("embedded", **knobs) as llm:
         outputs = llm.chat(as_conversations(questions), GREEDY, use_tqdm=False)
-        assert (llm.stats()["num_preemptions"] > 0) == ("num_kvcache_blocks" in knobs)
+        assert (llm.stats()["num_preemptions"] > 0) == ("greedy_admission" in knobs)
     assert all(output.error is None for output in outputs)
     assert_greedy(reference, outputs)
 

@@ -78,6 +78,7 @@ def make_prompts(workload: str, num_requests: int, block_size: int, vocab: int, 
 
 def run(folder: Path, prompts: Prompts, params: Any, **knobs: Any) -> tuple[list[RequestOutput], int]:
     """Return the outputs and how often a sequence was preempted."""
+    knobs = {"greedy_admission": True, **knobs}  # so that tight pools lead to preemption
     with LLM(str(folder), max_model_len=1024, **knobs) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert llm.is_finished() and llm.step() == ([], 0)

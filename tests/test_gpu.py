@@ -28,7 +28,8 @@ def reference(tiny_checkpoint, tiny_reference):
 @pytest.mark.parametrize("enforce_eager", [False, True])
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize(
-    "pressure", [{}, {"max_num_batched_tokens": 23}, {"num_kvcache_blocks": 9, "kvcache_block_size": 16}]
+    "pressure",
+    [{}, {"max_num_batched_tokens": 23}, {"num_kvcache_blocks": 9, "kvcache_block_size": 16, "greedy_admission": True}],
 )
 def test_float32_on_the_card_equals_transformers(reference, backend, enforce_eager, lookahead, pressure):
     folder, model = reference

@@ -24,7 +24,12 @@ from nanovllm.utils.tokenizer import StopStringFinder, decode
 EMBEDDED = Path(nanovllm.__file__).parent / "embedded"
 VOCAB_SIZE = 451  # three more than the embedded tokenizer knows
 END, OTHER_END = 2, 0  # <|im_end|> and <|endoftext|>
-SMALL_POOL = {"kvcache_block_size": 4, "num_kvcache_blocks": 14, "max_num_batched_tokens": 8}
+SMALL_POOL = {
+    "kvcache_block_size": 4,
+    "num_kvcache_blocks": 14,
+    "max_num_batched_tokens": 8,
+    "greedy_admission": True,  # so that sequences are preempted
+}
 
 
 def write_checkpoint(folder, generation=None, **config):
@@ -255,6 +260,7 @@ def test_samples_of_several_prompts_in_one_batch_are_those_of_each_alone(wide):
         {"max_num_seqs": 2},
         {"max_num_seqs": 3},
         {"num_kvcache_blocks": 7},
+        {"num_kvcache_blocks": 7, "greedy_admission": True},
         {"num_kvcache_blocks": 11},
         {"num_kvcache_blocks": 7, "max_num_batched_tokens": 5},
     ],

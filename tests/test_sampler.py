@@ -297,6 +297,7 @@ def test_a_seeded_request_draws_the_same_tokens_whatever_runs_beside_it(
     # The youngest is preempted first, so put it last; chunks of 13 tokens, and another block size.
     last = [*prompts[:7], *prompts[8:], prompts[7]]
     knobs = {"lookahead": lookahead, "kvcache_block_size": 4, "num_kvcache_blocks": 40, "max_num_batched_tokens": 13}
+    knobs["greedy_admission"] = True  # preempts
     rows, num_preemptions = draw(folder, last, [others] * 23 + [seeded], **knobs, seed=5)
     assert rows[23] == alone
     assert num_preemptions > 0
@@ -311,7 +312,13 @@ def test_preemption_and_loop_mode_change_no_draw(params: SamplingParams, tiny_ch
     assert num_preemptions == 0
     for lookahead in (0, 1):
         tight, num_preemptions = draw(
-            folder, prompts, params, lookahead=lookahead, kvcache_block_size=4, num_kvcache_blocks=18
+            folder,
+            prompts,
+            params,
+            lookahead=lookahead,
+            kvcache_block_size=4,
+            num_kvcache_blocks=18,
+            greedy_admission=True,
         )
         assert tight == ample
         assert num_preemptions > 0

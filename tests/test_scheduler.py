@@ -16,6 +16,7 @@ WAITING, RUNNING, FINISHED = SequenceStatus.WAITING, SequenceStatus.RUNNING, Seq
 
 
 def make_scheduler(num_blocks, block_size, *, end_token_ids=(), **knobs):
+    knobs = {"greedy_admission": True, **knobs}  # nano-vLLM's rule, on which the examples are built
     config = Config("fake", num_kvcache_blocks=num_blocks, kvcache_block_size=block_size, **knobs)
     return Scheduler(config, end_token_ids)
 

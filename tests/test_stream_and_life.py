@@ -654,7 +654,7 @@ def screen(monkeypatch):
 
 
 def test_the_progress_bar_is_redrawn_at_most_ten_times_a_second(tiny, screen, expected):
-    with new_llm(tiny, max_num_seqs=4, num_kvcache_blocks=9, kvcache_block_size=4) as llm:
+    with new_llm(tiny, max_num_seqs=4, num_kvcache_blocks=9, kvcache_block_size=4, greedy_admission=True) as llm:
         real_run = llm.engine.model_runner.run
 
         def slow_run(seqs, is_prefill):

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
 from nanovllm.config import Config
+from nanovllm.engine.admission import Admission
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 
@@ -28,6 +29,7 @@ class Scheduler:
         self.max_model_len = config.max_model_len
         self.end_token_ids = frozenset(end_token_ids)
         self.block_manager = BlockManager(config.num_kvcache_blocks, config.kvcache_block_size)
+        self.admission = Admission(config, self.block_manager)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of arrival: the youngest is last
         self.finished: list[Sequence] = []  # ended since the last `take_finished`
@@ -154,10 +156,13 @@ class Scheduler:
                     self.waiting.popleft()
                     self._fail(seq)
                     continue
-                if len(self.running) >= self.max_num_seqs:
+                if self.admission.is_paused(self.running, self.waiting):
                     break
-                num_hits = self.block_manager.can_allocate(seq)
-                if num_hits < 0:
+                num_hits = -1
+                if len(self.running) < self.max_num_seqs:
+                    num_hits = self.block_manager.can_allocate(seq)
+                if num_hits < 0 or not self.admission.has_headroom(self.running, seq, num_hits):
+                    self.admission.refuse(seq)
                     break
             num_cached = seq.num_cached_tokens or num_hits * self.block_manager.block_size
             num_new = seq.num_tokens - num_cached
@@ -184,7 +189,12 @@ class Scheduler:
         seq.forks = []
         started: list[Sequence] = []
         for fork in forks:
-            if len(self.running) >= self.max_num_seqs or not self.block_manager.can_fork(seq):
+            num_shared = seq.num_tokens // self.block_manager.block_size
+            if (
+                len(self.running) >= self.max_num_seqs
+                or not self.block_manager.can_fork(seq)
+                or not self.admission.has_headroom(self.running, fork, num_shared)
+            ):
                 self.waiting.extendleft(reversed(forks[len(started) :]))
                 break
             self.block_manager.fork(seq, fork)
@@ -252,6 +262,7 @@ class Scheduler:
 
     def _release(self, seq: Sequence) -> None:
         if seq.block_table:
+            self.admission.left(seq)
             self.block_manager.hash_blocks(seq)
             self.block_manager.deallocate(seq)
 
@@ -259,4 +270,5 @@ class Scheduler:
         self._release(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = reason
+        self.admission.ended(seq)
         self.finished.append(seq)
