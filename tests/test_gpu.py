@@ -5,9 +5,15 @@ import random
 
 import pytest
 import torch
+import torch._dynamo.utils
 from tiny_models import TinyConfig, assert_greedy
 
 from nanovllm import LLM, SamplingParams
+
+pytest.importorskip("triton")
+from triton.runtime.jit import JITFunction
+
+from nanovllm.kernels.pointwise import _rms_norm_kernel
 
 pytestmark = pytest.mark.gpu
 KNOBS = {"device": "cuda", "max_model_len": 256, "max_num_seqs": 16, "gpu_memory_utilization": 0.2}
@@ -166,6 +172,40 @@ def test_steps_wait_for_nothing_but_the_oldest_result(reference):
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             assert [output.token_ids for output in outputs][:1] == expected[:1]
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_nothing_is_compiled_after_the_start(tmp_path, monkeypatch, dtype, enforce_eager):
+    shape = TinyConfig(hidden=256, intermediate=384, heads=4, kv_heads=2, head_dim=64, vocab=5003, layers=2)
+    folder = shape.save(tmp_path / "model")
+    kinds = [
+        SamplingParams(temperature=0, prompt_logprobs=1),
+        SamplingParams(temperature=1.2, top_k=7, min_p=0.02, n=3),
+        SamplingParams(temperature=0.7, repetition_penalty=1.3, presence_penalty=0.4, top_p=0.9),
+        SamplingParams(temperature=1.0, logprobs=2, logit_bias={3: 4.0}, allowed_token_ids=list(range(40))),
+        SamplingParams(temperature=0.6),
+    ]
+    knobs = {**KNOBS, "max_model_len": 4096, "max_num_seqs": 21, "max_num_batched_tokens": 3000}
+    with LLM(str(folder), dtype=dtype, enforce_eager=enforce_eager, **knobs) as llm:
+        compiled = []
+        compile_kernel = JITFunction._do_compile
+
+        def counting(self, *args, **kwargs):
+            compiled.append(self.__name__)
+            return compile_kernel(self, *args, **kwargs)
+
+        monkeypatch.setattr(JITFunction, "_do_compile", counting)
+        for size in (1, 2, 3, 5, 21, 40):
+            prompts = random_prompts(size, shape.vocab, seed=size, most=(7, 60, 300)[size % 3])
+            params = [dataclasses.replace(kinds[(i + size) % 5], max_tokens=3 + i % 9) for i in range(size)]
+            llm.generate(prompts, params, use_tqdm=False)
+        llm.generate(random_prompts(1, shape.vocab, most=1) + [list(range(4000))], kinds[4], use_tqdm=False)
+        assert compiled == []
+        _rms_norm_kernel[(1,)](*[torch.zeros(2, device="cuda")] * 5, 0.1, 0, SIZE=1, PAD=2, HAS_RESIDUAL=False,
+                               NUM_PARTS=1, PDL=False)  # fmt: skip
+        assert compiled == ["_rms_norm_kernel"]  # it counts
+    assert "unique_graphs" not in torch._dynamo.utils.counters["stats"]
 
 
 def test_closing_gives_the_memory_back():

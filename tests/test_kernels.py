@@ -7,6 +7,7 @@ pytest.importorskip("triton")
 
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.attention.triton_backend import TritonBackend, num_splits
+from nanovllm.kernels import pointwise, small_batch
 from nanovllm.kernels.pointwise import TritonQwen3Attention, TritonRMSNorm, TritonSiluAndMul
 from nanovllm.kernels.sampler import sample
 from nanovllm.kernels.store_kvcache import store_kvcache
@@ -15,7 +16,7 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.sampler import Sampler, SamplingInputs
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.qwen3 import Qwen3Attention
+from nanovllm.models.qwen3 import Qwen3Attention, Qwen3DecoderLayer
 from nanovllm.utils.context import Context, step_context
 from nanovllm.utils.parallel import SINGLE
 
@@ -271,3 +272,73 @@ def test_draws_on_the_card_follow_the_distribution_and_never_take_the_impossible
     expected = (logits / 0.8).softmax(0)[likely] * num_rows * rounds
     chi_square = ((counts[likely] - expected) ** 2 / expected).sum().item()
     assert chi_square < 39 + 4.5 * (2 * 39) ** 0.5  # 39 degrees of freedom
+
+
+FEW_ROWS_DTYPES = [torch.bfloat16, torch.float16] if DEVICE == "cuda" else [torch.float16]
+
+
+@pytest.mark.parametrize("dtype", FEW_ROWS_DTYPES)
+@pytest.mark.parametrize(("num_rows", "n", "k"), [(1, 64, 128), (5, 192, 256), (16, 64, 1024), (16, 6208, 128)])
+def test_products_of_few_rows_equal_plain_ones(num_rows, n, k, dtype):
+    wide = torch.randn(num_rows + 3, k).to(DEVICE, dtype)  # rows behind the last one are never read
+    wide[num_rows:] = float("nan")
+    x, weight = wide[:num_rows], (torch.randn(n, k) / k**0.5).to(DEVICE, dtype)
+    assert small_batch.suits(weight)
+    expected = x.float() @ weight.float().T
+    assert_close(small_batch.few_rows_linear(x, weight), expected, dtype)
+    parts = small_batch.few_rows_linear(x, weight, in_parts=True)
+    assert parts.dtype == torch.float32 and parts.shape[1:] == (num_rows, n)
+    assert (len(parts) > 1) == (k >= 256)
+    torch.testing.assert_close(parts.sum(0), expected, atol=1e-4, rtol=1e-4)
+    rounded = expected.to(dtype)
+    both = SiluAndMul()(rounded)
+    assert_close(small_batch.few_rows_linear(x, weight, silu_and_mul=True), both, dtype)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 8])
+def test_the_norm_adds_up_parts_of_its_input(num_parts):
+    dtype = FEW_ROWS_DTYPES[0]
+    plain, fast = RMSNorm(300).to(DEVICE, dtype), TritonRMSNorm(300).to(DEVICE, dtype)
+    plain.weight.normal_()
+    fast.weight.copy_(plain.weight)
+    parts = torch.randn(num_parts, 7, 300, device=DEVICE)
+    residual = torch.randn(7, 300).to(DEVICE, dtype)
+    normed, total = fast(parts, residual)
+    expected_normed, expected_total = plain(parts.sum(0), residual)
+    assert normed.dtype == total.dtype == dtype
+    assert_close(normed, expected_normed, dtype)
+    assert_close(total, expected_total, dtype)
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 17])
+def test_a_layer_of_few_rows_equals_its_twin(num_rows):
+    """Also where a batch is a row too large for the kernels."""
+    dtype = FEW_ROWS_DTYPES[0]
+    config = ModelConfig("Qwen3ForCausalLM", 100, 256, 384, 1, 4, 2, 64)
+    rotary = RotaryEmbedding(64, 50, 1e4).to(DEVICE)
+    layers = [Qwen3DecoderLayer(config, rotary, SINGLE).to(DEVICE, dtype) for _ in range(2)]
+    for plain, fast in zip(layers[0].parameters(), layers[1].parameters(), strict=True):
+        plain.normal_(0, 0.05)
+        fast.copy_(plain)
+    pointwise.install_kernels(layers[1])
+    small_batch.install_kernels(layers[1])
+    assert type(layers[1].mlp) is small_batch.FewRowsQwen3MLP
+    assert type(layers[1].mlp.down_proj) is type(layers[1].self_attn.o_proj) is small_batch.FewRowsRowLinear
+    x, residual = (torch.randn(num_rows, 256).to(DEVICE, dtype) for _ in range(2))
+    context = Context(
+        slot_mapping=torch.arange(num_rows, device=DEVICE),
+        context_lens=torch.ones(num_rows, dtype=torch.int32, device=DEVICE),
+        block_tables=torch.arange(num_rows, dtype=torch.int32, device=DEVICE).unsqueeze(1),
+    )
+    results = []
+    for layer in layers:
+        layer.self_attn.attn.k_cache, layer.self_attn.attn.v_cache = (
+            torch.zeros(num_rows, 1, 2, 64, dtype=dtype, device=DEVICE) for _ in range(2)
+        )
+        layer.self_attn.attn.backend = TorchBackend()
+        with step_context(context):
+            hidden, total = layer(torch.arange(num_rows, device=DEVICE), x.clone(), residual.clone())
+        results.append((hidden.float().sum(0) if hidden.dim() == 3 else hidden, total))
+    assert (hidden.dim() == 3) == (num_rows <= 16)
+    assert_close(results[1][0], results[0][0], dtype)
+    assert_close(results[1][1], results[0][1], dtype)

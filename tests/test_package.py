@@ -16,11 +16,13 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # The only files that may name these, relative to the package.
 ALLOWED = {
-    "torch.cuda": {"engine/llm_engine.py", "engine/cuda_device.py", "engine/cuda_graph.py"},
+    "torch.cuda": {"engine/llm_engine.py", "engine/cuda_device.py", "engine/cuda_graph.py", "kernels/launch.py"},
     "triton": {
         "attention/triton_backend.py",
         "kernels/decode_state.py",
+        "kernels/launch.py",
         "kernels/pointwise.py",
+        "kernels/small_batch.py",
         "kernels/sampler.py",
         "kernels/store_kvcache.py",
     },
@@ -169,4 +171,4 @@ def test_the_whole_package_stays_small() -> None:
         apart = name_of(path).split("/")[0] in ("attention", "embedded", "kernels")
         lines[apart] += len(path.read_text(encoding="utf-8").splitlines())
     assert lines[False] <= 4500
-    assert lines[True] <= 1400
+    assert lines[True] <= 1650

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.launch import dependent_launch, wait_for_inputs
 from nanovllm.kernels.store_kvcache import store_kvcache
 from nanovllm.utils.context import Context
 
@@ -120,9 +121,10 @@ def _prefill_kernel(q, k_cache, v_cache, out, cu_seqlens_q, cu_seqlens_k, block_
 def _decode_kernel(q, k_cache, v_cache, out, partials, partial_lse, context_lens, block_tables, scale_log2,
                    table_stride, q_stride, GROUP: tl.constexpr, PAD_GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
                    HEAD_DIM: tl.constexpr, PAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-                   NUM_SPLITS: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                   NUM_SPLITS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One program a KV head, split of the context, and sequence; a row of length 0 gives zeros."""
     kv_head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    wait_for_inputs(PDL)
     length = tl.load(context_lens + row)
     split_len = tl.cdiv(tl.cdiv(length, NUM_SPLITS), TILE) * TILE
     start = split * split_len
@@ -150,9 +152,11 @@ def _decode_kernel(q, k_cache, v_cache, out, partials, partial_lse, context_lens
 
 
 @triton.jit
-def _merge_kernel(partials, partial_lse, out, HEAD_DIM: tl.constexpr, PAD_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr):
+def _merge_kernel(partials, partial_lse, out, HEAD_DIM: tl.constexpr, PAD_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr,
+                  PDL: tl.constexpr):  # fmt: skip
     """One program a row and head: weigh the partial results of the splits by their sums."""
     row_head = tl.program_id(0).to(tl.int64)
+    wait_for_inputs(PDL)
     splits, dims = tl.arange(0, NUM_SPLITS), tl.arange(0, PAD_DIM)
     lse = tl.load(partial_lse + row_head * NUM_SPLITS + splits)
     top = tl.max(lse, 0)
@@ -247,9 +251,9 @@ class TritonBackend:
             PAD_GROUP=max(16, triton.next_power_of_2(group)), KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
             PAD_DIM=pad_dim, BLOCK_SIZE=block_size,
             TILE=32 if is_float32 else 64, NUM_SPLITS=splits, PRECISION="ieee", num_warps=4,
-            num_stages=1 if is_float32 or pad_dim > 128 else 3)  # fmt: skip
+            num_stages=1 if is_float32 or pad_dim > 128 else 3, **dependent_launch())  # fmt: skip
         if splits > 1:
             _merge_kernel[(num_rows * num_heads,)](
-                partials, lse, out, HEAD_DIM=head_dim, PAD_DIM=pad_dim, NUM_SPLITS=splits, num_warps=1
-            )
+                partials, lse, out, HEAD_DIM=head_dim, PAD_DIM=pad_dim, NUM_SPLITS=splits, num_warps=1,
+                **dependent_launch())  # fmt: skip
         return out

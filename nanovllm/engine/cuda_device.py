@@ -13,7 +13,7 @@ from nanovllm.config import Config
 from nanovllm.engine.cuda_graph import DecodeGraphs, graph_sizes
 from nanovllm.engine.decode_state import DecodeRows
 from nanovllm.engine.device import CpuDevice
-from nanovllm.kernels import pointwise
+from nanovllm.kernels import pointwise, small_batch
 from nanovllm.kernels.compile import compile_kernels
 from nanovllm.kernels.decode_state import TritonDecodeState
 from nanovllm.kernels.sampler import sample
@@ -47,6 +47,7 @@ class CudaDevice(CpuDevice):
 
     def optimize(self, model: nn.Module) -> None:
         pointwise.install_kernels(model)
+        small_batch.install_kernels(model)
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
         """See `CpuDevice`; through pinned memory, which the allocator keeps until the copy is done."""

@@ -17,6 +17,7 @@ from nanovllm.engine.step import DecodeInput
 from nanovllm.kernels.pointwise import TritonQwen3Attention, TritonRMSNorm, TritonSiluAndMul
 from nanovllm.layers.linear import MergedColumnParallelLinear
 from nanovllm.layers.sampler import SamplingInputs
+from nanovllm.models.qwen3 import Qwen3MLP
 from nanovllm.utils.context import Context, step_context
 
 if TYPE_CHECKING:
@@ -78,6 +79,11 @@ def _launches(runner: "ModelRunner", max_num_seqs: int, max_model_len: int) -> I
     norm, act_fn = modules[TritonRMSNorm], modules[TritonSiluAndMul]
     x = torch.zeros(1, len(norm.weight), dtype=dtype, device=device)
     wide = torch.zeros(1, len(modules[MergedColumnParallelLinear].weight), dtype=dtype, device=device)
+    mlp = next(module for module in runner.model.modules() if isinstance(module, Qwen3MLP))
+    q = torch.zeros(1, heads * head_dim, dtype=dtype, device=device)
+    yield lambda: norm(mlp(x), x)  # with the kernels for few rows, where they are installed
+    yield lambda: norm(attention.o_proj(q), x)
+    yield lambda: attention.qkv_proj(x)
     yield lambda: norm(x)
     yield lambda: norm(x, x)
     yield lambda: act_fn(wide)

@@ -101,9 +101,12 @@ class TritonDecodeState(DecodeState):
         """See `DecodeState.lay_out`."""
         max_blocks = self.block_tables.size(1)
         device = self.order.device
-        ids, positions, slots, output_positions, samples = torch.empty(5, num_rows, dtype=torch.int64, device=device)
+        # Whole rows of 16 bytes, so that any number of rows runs in the same compiled kernels.
+        width = -(-num_rows // 4) * 4
+        longs, ints = (torch.empty(5, width, dtype=dtype, device=device) for dtype in (torch.int64, torch.int32))
+        ids, positions, slots, output_positions, samples = longs[:, :num_rows]
+        lens, temperatures = ints[:2, :num_rows]
         keys = torch.empty(num_rows, 2, dtype=torch.int64, device=device)
-        lens, temperatures = torch.empty(2, num_rows, dtype=torch.int32, device=device)
         tables = torch.empty(num_rows, max_blocks, dtype=torch.int32, device=device)
         _lay_out_kernel[(num_rows,)](
             self.order, self.lanes, self.block_tables, ids, positions, slots, lens, tables, temperatures, keys,

@@ -8,19 +8,23 @@ import triton
 import triton.language as tl
 from torch import nn
 
+from nanovllm.kernels.launch import dependent_launch, wait_for_inputs
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.models.qwen3 import Qwen3Attention
 from nanovllm.utils.context import get_context
 
 
-@triton.jit
-def _rms_norm_kernel(x, residual, weight, out, new_residual, eps, SIZE: tl.constexpr, PAD: tl.constexpr,
-                     HAS_RESIDUAL: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["part_stride"])
+def _rms_norm_kernel(x, residual, weight, out, new_residual, eps, part_stride, SIZE: tl.constexpr, PAD: tl.constexpr,
+                     HAS_RESIDUAL: tl.constexpr, NUM_PARTS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * SIZE
     columns = tl.arange(0, PAD)
     mask = columns < SIZE
+    wait_for_inputs(PDL)
     value = tl.load(x + row + columns, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, NUM_PARTS):
+        value += tl.load(x + part * part_stride + row + columns, mask=mask, other=0.0)
     if HAS_RESIDUAL:
         value += tl.load(residual + row + columns, mask=mask, other=0.0).to(tl.float32)
         tl.store(new_residual + row + columns, value.to(out.dtype.element_ty), mask=mask)
@@ -37,18 +41,20 @@ class TritonRMSNorm(RMSNorm):
         return self._run(x, None)[0]
 
     def add_rms_forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `RMSNorm.add_rms_forward`."""
+        """See `RMSNorm.add_rms_forward`; ``x`` may be in float32 parts, [num_parts, num_tokens, hidden]."""
         return self._run(x, residual)
 
     def _run(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         assert x.is_contiguous() and (residual is None or residual.is_contiguous())
         size = x.size(-1)
         pad = triton.next_power_of_2(size)
-        out = torch.empty_like(x)
-        total = out if residual is None else torch.empty_like(x)
-        _rms_norm_kernel[(x.numel() // size,)](
-            x, x if residual is None else residual, self.weight, out, total, self.eps, SIZE=size, PAD=pad,
-            HAS_RESIDUAL=residual is not None, num_warps=_warps(pad))  # fmt: skip
+        like = x if residual is None else residual
+        out = torch.empty_like(like)
+        total = out if residual is None else torch.empty_like(like)
+        _rms_norm_kernel[(out.numel() // size,)](
+            x, like, self.weight, out, total, self.eps, out.numel(), SIZE=size, PAD=pad,
+            HAS_RESIDUAL=residual is not None, NUM_PARTS=x.numel() // out.numel(), num_warps=_warps(pad),
+            **dependent_launch())  # fmt: skip
         return out, total
 
 
@@ -80,9 +86,10 @@ class TritonSiluAndMul(SiluAndMul):
 @triton.jit
 def _prepare_qkv_kernel(qkv, q_weight, k_weight, cos_sin, positions, slot_mapping, k_cache, v_cache, eps,
                         HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAD_HEADS: tl.constexpr,
-                        PAD_HALF: tl.constexpr):  # fmt: skip
+                        PAD_HALF: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One program a token: all heads as one tile of their first and one of their second halves."""
     token = tl.program_id(0).to(tl.int64)
+    wait_for_inputs(PDL)
     slot = tl.load(slot_mapping + token).to(tl.int64)
     position = tl.load(positions + token).to(tl.int64)
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -132,7 +139,7 @@ class TritonQwen3Attention(Qwen3Attention):
             qkv, self.q_norm.weight, self.k_norm.weight, self.rotary_emb.cos_sin_cache, positions,
             get_context().slot_mapping, self.attn.k_cache, self.attn.v_cache, self.q_norm.eps, HEADS=self.num_heads,
             KV_HEADS=self.num_kv_heads, HEAD_DIM=self.head_dim, PAD_HEADS=pad_heads, PAD_HALF=pad_half,
-            num_warps=_warps(pad_heads * pad_half))  # fmt: skip
+            num_warps=_warps(pad_heads * pad_half), **dependent_launch())  # fmt: skip
         q, k, v = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         return q, k, v
 

@@ -86,14 +86,15 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1
     num_chunks = triton.cdiv(vocab_size, CHUNK_SIZE)
-    maxima = torch.empty((2, num_rows, num_chunks), dtype=torch.float32, device=logits.device)
+    # Two tensors, not halves of one: where a half begins depends on the rows, and each alignment is a kernel of its own.
+    maxima, masses = (torch.empty(num_rows, num_chunks, dtype=torch.float32, device=logits.device) for _ in range(2))
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     _chunk_kernel[(triton.cdiv(num_chunks, _CHUNKS_PER_PROGRAM), num_rows)](
-        logits, inputs.temperatures, maxima[0], maxima[1], num_chunks, logits.stride(0), VOCAB=vocab_size,
+        logits, inputs.temperatures, maxima, masses, num_chunks, logits.stride(0), VOCAB=vocab_size,
         CHUNK=CHUNK_SIZE, CHUNKS=_CHUNKS_PER_PROGRAM, num_warps=8)  # fmt: skip
     assert inputs.keys.is_contiguous()
     _draw_kernel[(num_rows,)](
         logits, inputs.temperatures, inputs.keys, inputs.positions,
-        inputs.sample_indices, maxima[0], maxima[1], tokens, num_chunks, logits.stride(0), VOCAB=vocab_size,
+        inputs.sample_indices, maxima, masses, tokens, num_chunks, logits.stride(0), VOCAB=vocab_size,
         CHUNK=CHUNK_SIZE, PAD_CHUNKS=triton.next_power_of_2(num_chunks), num_warps=4)  # fmt: skip
     return tokens

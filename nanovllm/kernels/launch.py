@@ -1,0 +1,29 @@
+"""Programmatic dependent launch (Hopper on): a kernel is set up on the device while the one before it still runs.
+
+A step of few rows is some three hundred kernels of a few microseconds, between which the device would start anew each
+time. A kernel with this option waits, before it touches anything, until what came before is done and seen.
+"""
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def wait_for_inputs(PDL: tl.constexpr):
+    """Wait for the kernel before; from here on the next one may be set up."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@functools.cache
+def dependent_launch() -> dict[str, Any]:
+    """Return the options of a launch whose kernel calls `wait_for_inputs`."""
+    has_it = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
+    if has_it and hasattr(tl.extra, "cuda") and hasattr(tl.extra.cuda, "gdc_wait"):
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
