@@ -200,7 +200,7 @@ def test_nothing_is_compiled_after_the_start(tmp_path, monkeypatch, dtype, enfor
             prompts = random_prompts(size, shape.vocab, seed=size, most=(7, 60, 300)[size % 3])
             params = [dataclasses.replace(kinds[(i + size) % 5], max_tokens=3 + i % 9) for i in range(size)]
             llm.generate(prompts, params, use_tqdm=False)
-        llm.generate(random_prompts(1, shape.vocab, most=1) + [list(range(4000))], kinds[4], use_tqdm=False)
+        llm.generate([*random_prompts(1, shape.vocab, most=1), list(range(4000))], kinds[4], use_tqdm=False)
         assert compiled == []
         _rms_norm_kernel[(1,)](*[torch.zeros(2, device="cuda")] * 5, 0.1, 0, SIZE=1, PAD=2, HAS_RESIDUAL=False,
                                NUM_PARTS=1, PDL=False)  # fmt: skip

@@ -86,7 +86,7 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1
     num_chunks = triton.cdiv(vocab_size, CHUNK_SIZE)
-    # Two tensors, not halves of one: where a half begins depends on the rows, and each alignment is a kernel of its own.
+    # Not halves of one tensor: where a half begins depends on the rows, and each alignment is a kernel of its own.
     maxima, masses = (torch.empty(num_rows, num_chunks, dtype=torch.float32, device=logits.device) for _ in range(2))
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     _chunk_kernel[(triton.cdiv(num_chunks, _CHUNKS_PER_PROGRAM), num_rows)](
