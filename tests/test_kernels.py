@@ -242,14 +242,36 @@ def test_the_two_level_draw_equals_its_twin_row_by_row(vocab_size, dtype):
         positions=torch.arange(num_rows, device=DEVICE),
         sample_indices=torch.arange(num_rows, device=DEVICE) % 3,
     )
-    expected = Sampler()(logits, inputs)
-    assert (sample(logits, inputs) == expected).float().mean() >= 0.98  # equal but for draws within rounding
-    assert torch.equal(sample(logits, inputs)[::5], logits[::5].float().argmax(1))
+    tokens, scores = sample(logits, inputs)
+    expected, expected_scores = Sampler()(logits, inputs)
+    assert (tokens == expected).float().mean() >= 0.98  # equal but for draws within rounding
+    assert torch.equal(tokens[::5], logits[::5].float().argmax(1))
+    torch.testing.assert_close(scores, expected_scores, atol=1e-4, rtol=1e-4)
     narrow = SamplingInputs(  # as a captured step has them: the same bits in 32-bit words
         temperatures, keys.to(torch.int64).to(torch.uint32).view(torch.int32).to(DEVICE), inputs.positions.int(),
         inputs.sample_indices.int()
     )  # fmt: skip
-    assert torch.equal(sample(logits, narrow), sample(logits, inputs))
+    assert torch.equal(sample(logits, narrow)[0], tokens)
+
+
+@pytest.mark.parametrize("first_chunk", [1, 2, 7, 297])
+def test_a_part_of_the_vocabulary_is_drawn_from_as_the_twin_does(first_chunk):
+    num_rows = 40
+    logits = (torch.randn(num_rows, 1024) * 2).to(DEVICE)
+    logits[:, 700:] = float("-inf")  # padding
+    logits[::8] = float("-inf")  # a rank may have nothing but padding
+    inputs = SamplingInputs(
+        temperatures=torch.where(torch.arange(num_rows) % 3 == 0, 0.0, 0.8).to(DEVICE),
+        keys=torch.randint(0, 2**32, (num_rows, 2)).to(DEVICE),
+        positions=torch.arange(num_rows, device=DEVICE),
+        sample_indices=torch.zeros(num_rows, dtype=torch.int64, device=DEVICE),
+    )
+    tokens, scores = sample(logits, inputs, first_chunk * 256)
+    expected, expected_scores = Sampler()(logits, inputs, first_chunk * 256)
+    torch.testing.assert_close(scores, expected_scores, atol=1e-4, rtol=1e-4)
+    is_real = torch.arange(num_rows) % 8 > 0
+    assert torch.isinf(scores[::8]).all() and torch.isfinite(scores[is_real]).all()
+    assert (tokens == expected)[is_real].float().mean() >= 0.97
 
 
 @pytest.mark.gpu
@@ -267,7 +289,7 @@ def test_draws_on_the_card_follow_the_distribution_and_never_take_the_impossible
             positions=torch.full((num_rows,), i, device=DEVICE),
             sample_indices=torch.zeros(num_rows, dtype=torch.int64, device=DEVICE),
         )
-        counts.index_add_(0, sample(rows, inputs), torch.ones(num_rows, device=DEVICE))
+        counts.index_add_(0, sample(rows, inputs)[0], torch.ones(num_rows, device=DEVICE))
     assert counts[logits == float("-inf")].sum() == 0
     expected = (logits / 0.8).softmax(0)[likely] * num_rows * rounds
     chi_square = ((counts[likely] - expected) ** 2 / expected).sum().item()

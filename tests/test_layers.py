@@ -71,7 +71,7 @@ def on_all_ranks(size: int, work: Callable[[TensorParallel], Any]) -> list[Any]:
     """Return what ``work`` gives on each rank, all running at once."""
     meeting = Meeting(size)
     with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(work, [ThreadParallel(rank, size, meeting) for rank in range(size)]))
+        return list(pool.map(work, [ThreadParallel(rank, size, meeting=meeting) for rank in range(size)]))
 
 
 def load(param: torch.Tensor, *args: Any) -> None:

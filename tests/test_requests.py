@@ -198,7 +198,7 @@ def draw_by_hand(oracle, prompt, params, sample_index):
             torch.tensor([len(tokens)]),
             torch.tensor([sample_index]),
         )
-        tokens.append(int(sample_two_level(oracle(prompt + tokens)[-1:], inputs)))
+        tokens.append(int(sample_two_level(oracle(prompt + tokens)[-1:], inputs)[0]))
     return tokens
 
 

@@ -25,6 +25,12 @@ from nanovllm.layers.sampler import (
 
 Checkpoint = Callable[[TinyConfig], Path]
 
+
+def sample(logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
+    """Return the tokens, without their scores."""
+    return Sampler()(logits, inputs)[0]
+
+
 # The generator
 
 
@@ -73,7 +79,7 @@ def test_the_lowest_noise_makes_no_possible_token_lose_to_an_impossible_one(monk
     monkeypatch.setattr(sampler, "philox", lambda counter, key: (torch.full_like(counter[0], 2**32 - 1),) * 4)
     logits = torch.full((1, 700), float("-inf"))
     logits[0, 431] = 0.0
-    assert Sampler()(logits, make_inputs()).tolist() == [431]
+    assert sample(logits, make_inputs()).tolist() == [431]
 
 
 def test_gumbel_noise_has_the_gumbel_distribution() -> None:
@@ -135,7 +141,7 @@ def test_the_chi_square_p_value_is_that_of_the_tables() -> None:
 def test_draws_have_the_softmax_distribution(vocab: int, temperature: float) -> None:
     num_draws = 40_000
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(vocab)) * 1.5
-    draws = Sampler()(logits.expand(num_draws, -1), make_inputs(num_draws, temperature, key=vocab))
+    draws = sample(logits.expand(num_draws, -1), make_inputs(num_draws, temperature, key=vocab))
     assert draws.dtype == torch.int64
     probabilities = torch.softmax(logits.double() / temperature, 0)
     assert chi_square_p(draws, probabilities) > 1e-4
@@ -152,7 +158,7 @@ def test_draws_over_different_requests_have_the_softmax_distribution() -> None:
         keys=torch.tensor([[key & 0xFFFFFFFF, key >> 32] for key in keys]),
         positions=torch.zeros(num_draws, dtype=torch.int64),
     )
-    assert chi_square_p(Sampler()(logits.expand(num_draws, -1), inputs), torch.softmax(logits, 0)) > 1e-4
+    assert chi_square_p(sample(logits.expand(num_draws, -1), inputs), torch.softmax(logits, 0)) > 1e-4
 
 
 @pytest.mark.parametrize("vocab", [50, 700])
@@ -162,7 +168,7 @@ def test_excluded_tokens_are_never_drawn(vocab: int) -> None:
     allowed = torch.tensor([3, vocab // 2, vocab - 1])
     logits[:] = float("-inf")
     logits[allowed] = torch.tensor([0.0, 1.0, -2.0])
-    draws = Sampler()(logits.expand(num_draws, -1), make_inputs(num_draws, 0.7))
+    draws = sample(logits.expand(num_draws, -1), make_inputs(num_draws, 0.7))
     assert torch.isin(draws, allowed).all()
     assert chi_square_p(draws, torch.softmax(logits.double() / 0.7, 0)) > 1e-4
 
@@ -170,30 +176,30 @@ def test_excluded_tokens_are_never_drawn(vocab: int) -> None:
 def test_a_token_of_all_the_mass_is_always_drawn() -> None:
     logits = torch.full((700,), -1e30)
     logits[431] = 5.0
-    assert (Sampler()(logits.expand(5000, -1), make_inputs(5000, 2.0)) == 431).all()
+    assert (sample(logits.expand(5000, -1), make_inputs(5000, 2.0)) == 431).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_temperature_zero_is_the_exact_argmax_beside_sampled_rows(dtype: torch.dtype) -> None:
     logits = torch.randn(64, 700, generator=torch.Generator().manual_seed(0)).to(dtype)
     temperatures = torch.tensor([0.0, 1.0, 1e-10, 0.3] * 16)
-    sampled = Sampler()(logits, make_inputs(64, temperatures))
+    sampled = sample(logits, make_inputs(64, temperatures))
     greedy = temperatures <= 1e-10
     assert torch.equal(sampled[greedy], logits.argmax(-1)[greedy])
     assert not torch.equal(sampled[~greedy], logits.argmax(-1)[~greedy])
-    all_greedy = Sampler()(logits, make_inputs(64, 0.0))
+    all_greedy = sample(logits, make_inputs(64, 0.0))
     assert torch.equal(all_greedy, logits.argmax(-1))
     # Greedy neighbours change no draw either.
-    assert torch.equal(sampled[~greedy], Sampler()(logits, make_inputs(64, temperatures.clamp(min=0.3)))[~greedy])
+    assert torch.equal(sampled[~greedy], sample(logits, make_inputs(64, temperatures.clamp(min=0.3)))[~greedy])
 
 
 def test_a_low_temperature_is_nearly_greedy_and_overflows_nothing() -> None:
     logits = 30 * torch.randn(100, 700, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(Sampler()(logits, make_inputs(100, 2e-10)), logits.argmax(-1))
+    assert torch.equal(sample(logits, make_inputs(100, 2e-10)), logits.argmax(-1))
 
 
 def test_equal_logits_are_equally_likely_in_greedy_order_of_the_first() -> None:
-    assert Sampler()(torch.zeros(3, 700), make_inputs(3, 0.0)).tolist() == [0, 0, 0]
+    assert sample(torch.zeros(3, 700), make_inputs(3, 0.0)).tolist() == [0, 0, 0]
 
 
 def test_neighbours_order_and_row_change_no_draw() -> None:
@@ -206,12 +212,12 @@ def test_neighbours_order_and_row_change_no_draw() -> None:
         "positions": torch.randint(0, 1000, (num_rows,), generator=generator),
         "sample_indices": torch.randint(0, 4, (num_rows,), generator=generator),
     }
-    together = Sampler()(logits, make_inputs(num_rows, **fields))
+    together = sample(logits, make_inputs(num_rows, **fields))
     order = torch.randperm(num_rows, generator=generator)
-    shuffled = Sampler()(logits[order], make_inputs(num_rows, **{name: x[order] for name, x in fields.items()}))
+    shuffled = sample(logits[order], make_inputs(num_rows, **{name: x[order] for name, x in fields.items()}))
     assert torch.equal(shuffled, together[order])
     for i in range(num_rows):
-        alone = Sampler()(logits[i : i + 1], make_inputs(1, **{name: x[i : i + 1] for name, x in fields.items()}))
+        alone = sample(logits[i : i + 1], make_inputs(1, **{name: x[i : i + 1] for name, x in fields.items()}))
         assert int(alone) == int(together[i])
 
 
@@ -233,13 +239,13 @@ def test_noise_of_different_positions_keys_and_samples_is_uncorrelated(vocab: in
         "next sample": make_inputs(num_draws, key=7, sample_indices=zeros + 1),
         "sample and position swapped": make_inputs(num_draws, key=7, positions=zeros, sample_indices=positions),
     }
-    draws = {name: Sampler()(logits, inputs) for name, inputs in streams.items()}
+    draws = {name: sample(logits, inputs) for name, inputs in streams.items()}
     slack = 5 * (1 / vocab / num_draws) ** 0.5  # five standard deviations of the rate at which chance agrees
     for a, b in itertools.combinations(draws, 2):
         if {a, b} == {"base", "sample and position swapped"}:
             assert draws[a][0] == draws[b][0]  # the one counter that both share
         assert agreement(draws[a], draws[b]) == pytest.approx(1 / vocab, abs=slack), (a, b)
-    assert torch.equal(Sampler()(logits, streams["base"]), draws["base"])
+    assert torch.equal(sample(logits, streams["base"]), draws["base"])
 
 
 def test_the_two_levels_draw_with_different_noise() -> None:
@@ -260,7 +266,26 @@ def test_two_levels_choose_the_chunk_first_and_then_a_token_in_it() -> None:
         noise = gumbel_noise(inputs, 1, zeros + first, CHUNK_SIZE)[row]
         part = logits[row, first : first + CHUNK_SIZE]
         expected.append(first + int((part + noise[: len(part)]).argmax()))
-    assert sample_two_level(logits, inputs).tolist() == expected
+    assert sample_two_level(logits, inputs)[0].tolist() == expected
+
+
+@pytest.mark.parametrize("vocab", [130, 256, 1000, 5000])
+@pytest.mark.parametrize("num_parts", [2, 3, 4])
+def test_the_part_with_the_highest_score_has_the_token_of_the_whole(vocab: int, num_parts: int) -> None:
+    num_rows = 300
+    logits = torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(vocab))
+    logits[:, 7] = logits[:, vocab - 3] = 9.0  # greedy rows have equals in different parts
+    logits[1::2, 7] = logits[1::2, vocab - 3] = 0.0
+    temperatures = torch.where(torch.arange(num_rows) % 4 == 0, 0.0, 1.3)
+    inputs = make_inputs(num_rows, temperatures)
+    width = -(-vocab // (num_parts * CHUNK_SIZE)) * CHUNK_SIZE
+    padded = torch.nn.functional.pad(logits, (0, num_parts * width - vocab), value=float("-inf"))
+    draws = [Sampler()(part, inputs, i * width) for i, part in enumerate(padded.split(width, 1))]
+    tokens, scores = (torch.stack(parts) for parts in zip(*draws, strict=True))
+    winners = scores.argmax(0)
+    assert torch.equal(tokens[winners, torch.arange(num_rows)], sample(logits, inputs))
+    assert torch.equal(scores.amax(0), Sampler()(logits, inputs)[1])
+    assert len(winners.unique()) == -(-vocab // width)  # each part wins some rows
 
 
 # The engine

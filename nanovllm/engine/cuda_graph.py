@@ -37,13 +37,15 @@ class DecodeGraphs:
         self.sizes = sizes
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, tuple[DecodeRows, torch.Tensor, torch.Tensor]]] = {}
         # One buffer for all sizes: what a graph leaves in its own memory, no other graph of the pool may use.
-        all_logits = torch.empty(sizes[-1], runner.model_config.vocab_size, dtype=runner.dtype, device=runner.device)
+        width = len(runner.model.lm_head.weight)  # this rank's part of the vocabulary
+        all_logits = torch.empty(sizes[-1], width, dtype=runner.dtype, device=runner.device)
         pool = None
         for size in reversed(sizes):
             runner.decode_rows(size, out=all_logits[:size])  # compiles and settles libraries outside of the capture
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            # "thread_local": NCCL's own thread may ask after earlier collectives meanwhile.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 rows, logits, tokens, _ = runner.decode_rows(size, out=all_logits[:size])
             pool = pool or graph.pool()
             self._graphs[size] = graph, (rows, logits, tokens)

@@ -14,14 +14,14 @@ from torch import nn
 from nanovllm.config import Config
 from nanovllm.engine.decode_state import DecodeRows, DecodeState
 from nanovllm.layers.onednn import pack_linear_weights
-from nanovllm.layers.sampler import Sampler, SamplingInputs
+from nanovllm.layers.sampler import Sampler
 
 if TYPE_CHECKING:
     from nanovllm.engine.model_runner import ModelRunner
 
 _CPU_POOL_BYTES = 2 << 30
 
-Sample = Callable[[torch.Tensor, SamplingInputs], torch.Tensor]
+Sample = Callable[..., tuple[torch.Tensor, torch.Tensor]]  # see `Sampler.forward`
 
 
 class CpuDevice:
@@ -52,13 +52,14 @@ class CpuDevice:
 
     def num_kvcache_blocks(self, runner: "ModelRunner", config: Config, block_bytes: int) -> int:
         """Return how many KV blocks the device has room for; ValueError if there is none for a measured pool."""
-        if block_bytes > _CPU_POOL_BYTES and config.num_kvcache_blocks in (None, -1):
+        pool_bytes = _CPU_POOL_BYTES // runner.tp.size  # all ranks have the same memory
+        if block_bytes > pool_bytes and config.num_kvcache_blocks in (None, -1):
             raise ValueError(
                 f"A block of kvcache_block_size={runner.block_size} takes {block_bytes} bytes, but a measured "
-                f"pool has {_CPU_POOL_BYTES}. Lower it, or set num_kvcache_blocks."
+                f"pool has {pool_bytes}. Lower it, or set num_kvcache_blocks."
             )
         wanted = config.max_num_seqs * -(-config.max_model_len // runner.block_size)
-        return min(wanted, _CPU_POOL_BYTES // block_bytes)
+        return min(wanted, pool_bytes // block_bytes)
 
     def capture(self, runner: "ModelRunner", config: Config) -> None:
         """Prepare captured decode steps, where the device has them."""

@@ -45,7 +45,7 @@ class Executor:
         args: Picklable.
         slot_bytes: Larger messages travel in several pieces of this size. Rank 0 may run ahead by four pieces.
         on_death: Called at once, in a thread of ours, when a worker dies unasked; from then on `check` raises. Abort
-            the process group here: rank 0 may be blocked in a collective that will never end.
+            the process group here: rank 0 may be blocked in a collective that will never end. May be set later.
         grace_s: Seconds that `close` gives the workers to finish commands under way.
 
     Attributes:
@@ -68,7 +68,7 @@ class Executor:
         assert num_ranks >= 2, num_ranks
         if getattr(multiprocessing.current_process(), "_inheriting", False):  # a new rank that imports the script
             raise RuntimeError(_NEEDS_GUARD)
-        self._on_death = on_death
+        self.on_death = on_death
         self._workers = _Workers(num_ranks, worker, args, slot_bytes, grace_s)
         weakref.finalize(self, self._workers.stop)  # when this is collected, or at exit
         self._channel, self.init_method = self._workers.channel, self._workers.channel.init_method
@@ -113,8 +113,14 @@ class Executor:
         if workers.is_stopping:
             raise RuntimeError(workers.failure or "The executor is closed.")
 
-    def close(self) -> None:
-        """Let the workers finish, stop those that do not, and give everything back; any number of times."""
+    def close(self, reason: str = "") -> None:
+        """Let the workers finish, stop those that do not, and give everything back; any number of times.
+
+        Args:
+            reason: An error after which no rank can go on, which later calls report; nobody is waited for then.
+        """
+        if reason and not self._workers.failure:
+            self._workers.failure = reason
         self._workers.stop()
 
 
@@ -169,7 +175,7 @@ class _Workers:
         is_first_time, self.is_stopping = not self.is_stopping, True  # another, if this was interrupted
         started = [process for process in self.processes if process.pid is not None]
         try:
-            if is_first_time and self.is_ready and not self.dead:
+            if is_first_time and self.is_ready and not self.dead and not self.failure:
                 self._ask_to_exit()
             failed = self.dead or [process for process in started if process.exitcode]
             if is_first_time and failed and not self.failure:  # no call is left to raise it
@@ -207,7 +213,7 @@ def _watch(workers: _Workers, executor_ref: "weakref.ref[Executor]") -> None:
         workers.dead = [process for process in workers.processes if process.sentinel in sentinels]
         workers.died.set()
         if executor := executor_ref():
-            executor._on_death()
+            executor.on_death()
 
 
 def _run_worker(rank: int, worker: Callable[..., None], args: SequenceOf[Any], channel: Channel) -> None:

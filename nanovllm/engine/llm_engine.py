@@ -20,26 +20,21 @@ import torch
 import xxhash
 
 from nanovllm.config import Config
-from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.parallel_runner import create_runner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step import StepOutput
+from nanovllm.engine.step import Promise, StepOutput
 from nanovllm.models.config import ModelConfig, faults_of
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_bool, check_int
 from nanovllm.utils.loader import find_checkpoint
+from nanovllm.utils.parallel import TensorParallel
 from nanovllm.utils.tokenizer import StopStringFinder, decode, end_token_ids, has_tokenizer, load_tokenizer
 
 logger = logging.getLogger("nanovllm")
 
 Prompt = str | SequenceOf[int]
-
-
-class Promise(Protocol):
-    """A step's results, which may still be on their way; `wait` returns them once they are known."""
-
-    def wait(self) -> StepOutput: ...  # noqa: D102
 
 
 class Runner(Protocol):
@@ -77,7 +72,7 @@ class LLMEngine:
         start = time.perf_counter()
         with ThreadPoolExecutor(1) as pool:  # a tokenizer imports for seconds, in which the weights can be read
             loading = pool.submit(load_tokenizer, tokenizer_folder)
-            runner = ModelRunner(config, model_config, folder)
+            runner = create_runner(config, model_config, folder)
             waited = time.perf_counter()
             tokenizer = loading.result()
         runner.end_token_ids = end_token_ids(tokenizer, model_config)
@@ -390,8 +385,7 @@ def settle_config(config: Config, model_config: ModelConfig) -> Config:
             raise ValueError(
                 f"device={config.device!r} is not there: this machine has {count} CUDA devices. Use 'cpu'."
             )
-    if config.tensor_parallel_size != 1:
-        raise ValueError(f"tensor_parallel_size={config.tensor_parallel_size} is not supported yet; use 1.")
+    _check_tensor_parallel(config.tensor_parallel_size, device, model_config)
     dtype = config.dtype
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else model_config.dtype.replace("float32", "bfloat16")
@@ -410,6 +404,27 @@ def settle_config(config: Config, model_config: ModelConfig) -> Config:
             f"must be at most {most}, since no sequence is longer."
         )
     return dataclasses.replace(config, device=device, dtype=dtype, max_model_len=max_model_len)
+
+
+def _check_tensor_parallel(size: int, device: str, model_config: ModelConfig) -> None:
+    """Raise ValueError if the machine has fewer cards than ranks, or the model cannot be split among them."""
+    if size == 1:
+        return
+    if device.startswith("cuda") and torch.cuda.device_count() < size:
+        raise ValueError(
+            f"tensor_parallel_size={size} needs as many CUDA devices, but this machine has {torch.cuda.device_count()}."
+        )
+    if ":" in device:
+        raise ValueError(
+            f"device={device!r} is one card; with tensor_parallel_size={size} use 'cuda': rank r has cuda:r."
+        )
+    for name in ("num_attention_heads", "intermediate_size"):
+        TensorParallel(0, size).split(getattr(model_config, name), name)
+    num_kv_heads = model_config.num_key_value_heads
+    if max(size, num_kv_heads) % min(size, num_kv_heads):
+        raise ValueError(
+            f"num_key_value_heads={num_kv_heads} neither divides by tensor_parallel_size={size} nor divides it."
+        )
 
 
 def check_token_ids(prompt: Any) -> list[int]:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from nanovllm.engine.decode_state import DecodeRows
 from nanovllm.engine.device import create_device
 from nanovllm.engine.extras import build_extras
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step import DecodeInput, HostTensors, PendingStep, PrefillInput
+from nanovllm.engine.step import DecodeInput, HostTensors, PendingStep, PrefillInput, Promise
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.logits_processors import LogitsExtras, process_logits, top_logprobs
 from nanovllm.layers.sampler import SamplingInputs
@@ -32,6 +32,7 @@ from nanovllm.models import model_class
 from nanovllm.models.config import ModelConfig
 from nanovllm.utils.context import Context, step_context
 from nanovllm.utils.loader import fill_with_random_weights, load_model
+from nanovllm.utils.parallel import SINGLE, TensorParallel
 
 logger = logging.getLogger("nanovllm")
 
@@ -40,19 +41,32 @@ _LOGITS_SLICE = 64  # prompt tokens whose logits exist at once
 Logprobs = tuple[torch.Tensor, torch.Tensor]  # token ids and values, as from `top_logprobs`
 
 
+class PromptSlice(NamedTuple):
+    """Prompt tokens whose log-probabilities are wanted: index of their sequence, how many others to list, the ids."""
+
+    seq_index: int
+    num_logprobs: int
+    token_ids: list[int]
+
+
 class ModelRunner:
-    """Runs steps on one device.
+    """Runs steps on one device, perhaps as one of several ranks.
+
+    `run` lays out a step on rank 0. `run_prefill` and `run_decode` are what every rank does with it, down to the tokens
+    on its own device.
 
     Args:
         config: Knobs, with `device`, `dtype` and the lengths settled.
         model_config: The checkpoint's shape.
         folder: The checkpoint's folder.
+        tp: This rank's place among those that share the model.
 
     Raises:
         ValueError: Weights that do not fit, a backend that does not run here, a block size that it cannot take.
     """
 
-    def __init__(self, config: Config, model_config: ModelConfig, folder: Path) -> None:
+    def __init__(self, config: Config, model_config: ModelConfig, folder: Path, tp: TensorParallel = SINGLE) -> None:
+        self.tp = tp
         self.model_config = model_config
         self.end_token_ids: Collection[int] = ()  # the tokens that `min_tokens` holds back; set by the engine
         self.dtype: torch.dtype = getattr(torch, config.dtype)
@@ -80,7 +94,7 @@ class ModelRunner:
         self.decode_state = self.device_ops.decode_state(config.max_num_seqs, self.max_blocks, self.block_size)
         self._last_rows: dict[int, int] = {}  # where each sequence stands in the last step's samples
         with self.timed("weights"):
-            self.model = model_class(self.model_config.architecture)(self.model_config, config.max_model_len)
+            self.model = model_class(self.model_config.architecture)(self.model_config, config.max_model_len, self.tp)
             if config.load_format == "dummy":
                 fill_with_random_weights(self.model, config.seed % 2**32)
             else:
@@ -125,6 +139,7 @@ class ModelRunner:
         num_blocks = self.device_ops.num_kvcache_blocks(self, config, block_bytes)
         if config.num_kvcache_blocks is not None and config.num_kvcache_blocks != -1:
             num_blocks = config.num_kvcache_blocks
+        num_blocks = self.tp.least(num_blocks)
         allocate(num_blocks)
         return num_blocks
 
@@ -136,7 +151,7 @@ class ModelRunner:
         # Few long sequences compile the kernels for long contexts, many short ones need the most logits.
         counts = (-(-num_tokens // (config.max_model_len - 1)), min(config.max_num_seqs, num_tokens))
         lens = [np.full(n, num_tokens // n) + (np.arange(n) < num_tokens % n) for n in counts]
-        prefill = max(peak_bytes(functools.partial(self._run_prefill, self.idle_prefill(n))) for n in lens)
+        prefill = max(peak_bytes(functools.partial(self.run_prefill, self.idle_prefill(n))) for n in lens)
         # Each number of splits is a kernel of its own.
         sizes = [1 << i for i in range(config.max_num_seqs.bit_length())]
         for size in sizes if self.is_eager else ():
@@ -158,7 +173,7 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def run(self, seqs: SequenceOf[Sequence], is_prefill: bool) -> PendingStep:
+    def run(self, seqs: SequenceOf[Sequence], is_prefill: bool) -> Promise:
         """Launch one step and return its results as a promise.
 
         Args:
@@ -174,15 +189,20 @@ class ModelRunner:
         except torch.OutOfMemoryError as error:
             raise RuntimeError(
                 f"Out of memory on {self.device} in a {'prefill' if is_prefill else 'decode'} step of {len(seqs)} "
-                f"sequences: {str(error).splitlines()[0]} All requests are dropped; the engine can go on. Lower "
-                "gpu_memory_utilization, max_num_batched_tokens or max_num_seqs, or free the device."
+                f"sequences: {str(error).splitlines()[0]} All requests are dropped"
+                f"{'' if self.tp.size > 1 else '; the engine can go on'}. Lower gpu_memory_utilization, "
+                "max_num_batched_tokens or max_num_seqs, or free the device."
             ) from error
 
     def _prefill(self, seqs: SequenceOf[Sequence]) -> PendingStep:
         self.decode_state.forget(seqs)
         step = self.prepare_prefill(seqs)
         sampled = [seq for seq in seqs if seq.num_cached_tokens + seq.num_scheduled_tokens == seq.num_tokens]
-        tokens, logprobs, prompt_logprobs = self._run_prefill(step, sampled, seqs)
+        extras = self._extras(sampled)
+        places, slices = _prompt_slices(seqs)
+        step = dataclasses.replace(step, has_extras=extras is not None, prompt_slices=places)
+        self.tell("run_prefill", step)
+        tokens, logprobs, prompt_logprobs = self.run_prefill(step, extras, slices)
         self._last_rows = {seq.seq_id: row for row, seq in enumerate(sampled)}
         rows = [self._last_rows.get(seq.seq_id) for seq in seqs]
         return self._promise(seqs, rows, tokens, logprobs, prompt_logprobs)
@@ -190,22 +210,17 @@ class ModelRunner:
     def _decode(self, seqs: SequenceOf[Sequence]) -> PendingStep:
         state = self.decode_state
         step = self.prepare_decode(seqs)
-        if any(part.size for part in step.parts):
-            state.apply(self._to_device(step.packet), step)
         if step.order is not None:
             self._last_rows = {seq.seq_id: row for row, seq in enumerate(state.seqs)}
         extras = self._extras(state.seqs)
-        replayed = self.device_ops.replay(len(seqs))
-        logprobs = None
-        if replayed is None:
-            tokens, logprobs = self.decode_rows(len(seqs), extras)[-2:]
-        else:
-            rows, logits, tokens = replayed
-            if extras is not None:
-                rows = rows.first(len(seqs))
-                tokens, logprobs = self._sample(logits, rows.sampling, extras, rows.input_ids)
-                state.replace_tokens(tokens)
-        return self._promise(seqs, state.rows, tokens, logprobs, None)
+        if extras is not None:
+            step = dataclasses.replace(step, has_extras=True)
+        self.tell("run_decode", step)
+        tokens, logprobs = self.run_decode(step, extras)
+        return self._promise(seqs, state.rows, tokens, logprobs, {})
+
+    def tell(self, command: str, step: PrefillInput | DecodeInput) -> None:
+        """Have the other ranks, where there are any, run one of the two methods below; see `ParallelRunner`."""
 
     def prepare_prefill(self, seqs: SequenceOf[Sequence]) -> PrefillInput:
         """Lay out a prefill step: the scheduled tokens of all sequences in one row."""
@@ -245,18 +260,42 @@ class ModelRunner:
         """Return what the device does not know yet of a decode step: the newest token of each sequence."""
         return self.decode_state.prepare(seqs, self._last_rows)
 
+    def run_decode(self, step: DecodeInput, extras: LogitsExtras | None = None) -> tuple[torch.Tensor, Logprobs | None]:
+        """Run a decode step; returns its tokens, and log-probabilities if a row asks for them.
+
+        Args:
+            step: What has changed since the last step.
+            extras: On rank 0, if the step has extras.
+        """
+        if any(part.size for part in step.parts):
+            self.decode_state.apply(self._to_device(step.packet), step)
+        replayed = self.device_ops.replay(step.num_rows)
+        if replayed is None:
+            return self.decode_rows(step.num_rows, step.has_extras, extras)[-2:]
+        rows, logits, tokens = replayed
+        if not step.has_extras:
+            return tokens, None
+        rows = rows.first(step.num_rows)
+        tokens, logprobs = self._sample(logits, rows.sampling, True, extras, rows.input_ids)
+        self.decode_state.replace_tokens(tokens)
+        return tokens, logprobs
+
     def decode_rows(
-        self, num_rows: int, extras: LogitsExtras | None = None, out: torch.Tensor | None = None
+        self,
+        num_rows: int,
+        has_extras: bool = False,
+        extras: LogitsExtras | None = None,
+        out: torch.Tensor | None = None,
     ) -> tuple[DecodeRows, torch.Tensor, torch.Tensor, Logprobs | None]:
         """Compute the next token of the first rows of `decode_state` and advance them.
 
-        Without extras this is what a CUDA graph captures. Returns the rows, their logits [num_rows, vocabulary] (in
-        ``out`` if it is given), tokens [num_rows], and log-probabilities if a row asks for them.
+        Without extras this is what a CUDA graph captures. Returns the rows, this rank's part of their logits [num_rows,
+        vocabulary] (in ``out`` if it is given), tokens [num_rows], and log-probabilities if a row asks for them.
         """
         rows = self.decode_state.lay_out(num_rows)
         with step_context(rows.context):
             logits = self.model.compute_logits(self.model(rows.input_ids, rows.positions), out)
-        tokens, logprobs = self._sample(logits, rows.sampling, extras, rows.input_ids)
+        tokens, logprobs = self._sample(logits, rows.sampling, has_extras, extras, rows.input_ids)
         self.decode_state.advance(tokens)
         return rows, logits, tokens, logprobs
 
@@ -270,16 +309,24 @@ class ModelRunner:
             if hasattr(self, name):
                 delattr(self, name)
         if hasattr(self, "device_ops"):  # not if it could not be built
+            self.device_ops.graphs = None  # before the group, which waits until no graph holds its collectives
+            self.tp.close()
             self.device_ops.close()
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
             self.exit()
 
-    def _run_prefill(
-        self, step: PrefillInput, sampled: SequenceOf[Sequence] = (), seqs: SequenceOf[Sequence] = ()
-    ) -> tuple[torch.Tensor, Logprobs | None, dict[int, list[Logprobs]] | None]:
-        """Run a prefill step; returns tokens and log-probabilities of the ``sampled`` rows, and those of prompts."""
+    def run_prefill(
+        self, step: PrefillInput, extras: LogitsExtras | None = None, slices: SequenceOf[PromptSlice] = ()
+    ) -> tuple[torch.Tensor, Logprobs | None, dict[int, list[Logprobs]]]:
+        """Run a prefill step; returns tokens and log-probabilities of its rows, and those of prompts by sequence.
+
+        Args:
+            step: The arrays.
+            extras: On rank 0, if the step has extras.
+            slices: On rank 0, what the step's prompt slices hold.
+        """
         context = Context(
             slot_mapping=self._to_device(step.slot_mapping),
             cu_seqlens_q=self._to_device(step.cu_seqlens_q),
@@ -292,7 +339,7 @@ class ModelRunner:
         with step_context(context):
             input_ids = self._to_device(step.input_ids)
             hidden_states = self.model(input_ids, self._to_device(step.positions))
-            prompt_logprobs = self._prompt_logprobs(seqs, hidden_states, context)
+            prompt_logprobs = self._prompt_logprobs(step, slices, hidden_states, context)
             logits = self.model.compute_logits(hidden_states)  # of no row in the first chunks of a long prompt
         tokens, logprobs = torch.empty(0, dtype=torch.int64, device=self.device), None
         if len(logits):
@@ -303,7 +350,7 @@ class ModelRunner:
                 self._to_device(step.sample_indices),
             )
             newest_tokens = input_ids[context.logits_indices]
-            tokens, logprobs = self._sample(logits, sampling, self._extras(sampled), newest_tokens)
+            tokens, logprobs = self._sample(logits, sampling, step.has_extras, extras, newest_tokens)
         if step.block_copies is not None:
             source, target = self._to_device(step.block_copies).unbind(1)
             self.kv_cache[:, :, target] = self.kv_cache[:, :, source]
@@ -314,14 +361,23 @@ class ModelRunner:
         return build_extras(seqs, self.end_token_ids, self.model_config.vocab_size, self._to_device)
 
     def _sample(
-        self, logits: torch.Tensor, sampling: SamplingInputs, extras: LogitsExtras | None, newest_tokens: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        sampling: SamplingInputs,
+        has_extras: bool,
+        extras: LogitsExtras | None,
+        newest_tokens: torch.Tensor,
     ) -> tuple[torch.Tensor, Logprobs | None]:
-        """Return the tokens sampled from logits, and log-probabilities if a row asks for them."""
-        if extras is None:
-            return self.device_ops.sample(logits, sampling), None
-        tokens = self.device_ops.sample(process_logits(logits, extras, newest_tokens), sampling)
-        rows = extras.logprob_rows
-        return tokens, top_logprobs(logits[rows], tokens[rows], extras.num_logprobs) if len(rows) else None
+        """Return the tokens sampled from the ranks' logits, and log-probabilities if a row asks for them."""
+        if not has_extras:
+            return self.tp.pick(*self.device_ops.sample(logits, sampling, self.model.lm_head.vocab_start)), None
+        logits = self.tp.whole_logits(logits, self.model_config.vocab_size)
+        tokens, logprobs = torch.zeros_like(newest_tokens), None
+        if extras is not None:  # on rank 0, which knows what the rows ask for
+            tokens, _ = self.device_ops.sample(process_logits(logits, extras, newest_tokens), sampling, 0)
+            if len(rows := extras.logprob_rows):
+                logprobs = top_logprobs(logits[rows], tokens[rows], extras.num_logprobs)
+        return self.tp.of_rank_0(tokens), logprobs
 
     def _promise(
         self,
@@ -329,7 +385,7 @@ class ModelRunner:
         rows: SequenceOf[int | None],
         tokens: torch.Tensor,
         logprobs: Logprobs | None,
-        prompt_logprobs: dict[int, list[Logprobs]] | None,
+        prompt_logprobs: dict[int, list[Logprobs]],
     ) -> PendingStep:
         """Start the copies of a step's results to the host."""
         return PendingStep(
@@ -343,24 +399,19 @@ class ModelRunner:
         )
 
     def _prompt_logprobs(
-        self, seqs: SequenceOf[Sequence], hidden_states: torch.Tensor, context: Context
-    ) -> dict[int, list[Logprobs]] | None:
-        """Return log-probabilities of the prompt tokens that this step's chunks predict, for those that ask."""
+        self, step: PrefillInput, slices: SequenceOf[PromptSlice], hidden_states: torch.Tensor, context: Context
+    ) -> dict[int, list[Logprobs]]:
+        """Return log-probabilities of prompt tokens by index of their sequence; on rank 0 alone."""
         found: dict[int, list[Logprobs]] = {}
-        first_index = 0
-        for i, seq in enumerate(seqs):
-            if seq.num_scheduled_tokens and seq.wants_prompt_logprobs:
-                start = seq.num_cached_tokens
-                targets = seq.token_ids[start + 1 : min(start + 1 + seq.num_scheduled_tokens, seq.num_prompt_tokens)]
-                for at in range(0, len(targets), _LOGITS_SLICE):
-                    chosen = self._to_device(np.array(targets[at : at + _LOGITS_SLICE], np.int64))
-                    rows = torch.arange(first_index + at, first_index + at + len(chosen), device=self.device)
-                    with step_context(dataclasses.replace(context, logits_indices=rows)):
-                        logits = self.model.compute_logits(hidden_states)
-                    num = seq.sampling_params.prompt_logprobs or 0
-                    found.setdefault(i, []).append(top_logprobs(logits, chosen, num))
-            first_index += seq.num_scheduled_tokens
-        return found or None
+        for i, (first, count) in enumerate(() if step.prompt_slices is None else step.prompt_slices.tolist()):
+            rows = torch.arange(first, first + count, device=self.device)
+            with step_context(dataclasses.replace(context, logits_indices=rows)):
+                logits = self.tp.whole_logits(self.model.compute_logits(hidden_states), self.model_config.vocab_size)
+            if slices:
+                index, num, token_ids = slices[i]
+                chosen = self._to_device(np.array(token_ids, np.int64))
+                found.setdefault(index, []).append(top_logprobs(logits, chosen, num))
+        return found
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return self.device_ops.upload(array)
@@ -369,6 +420,23 @@ class ModelRunner:
         """Start copying tensors to the host; the result waits and returns them as lists."""
         waits = [self.device_ops.download(tensor) for tensor in tensors]
         return lambda: tuple(wait().tolist() for wait in waits)
+
+
+def _prompt_slices(seqs: SequenceOf[Sequence]) -> tuple[np.ndarray | None, list[PromptSlice]]:
+    """Return the prompt tokens that this step's chunks predict, for those that ask: where they are, and what."""
+    places: list[tuple[int, int]] = []
+    slices: list[PromptSlice] = []
+    first_index = 0
+    for i, seq in enumerate(seqs):
+        if seq.num_scheduled_tokens and seq.wants_prompt_logprobs:
+            start = seq.num_cached_tokens
+            targets = seq.token_ids[start + 1 : min(start + 1 + seq.num_scheduled_tokens, seq.num_prompt_tokens)]
+            for at in range(0, len(targets), _LOGITS_SLICE):
+                part = targets[at : at + _LOGITS_SLICE]
+                places.append((first_index + at, len(part)))
+                slices.append(PromptSlice(i, seq.sampling_params.prompt_logprobs or 0, part))
+        first_index += seq.num_scheduled_tokens
+    return np.array(places, np.int64) if places else None, slices
 
 
 def _sampling_arrays(seqs: SequenceOf[Sequence], logits_indices: Iterable[int]) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,8 @@ class PrefillInput:
         output_positions: [num_rows] int64, tokens of each completion before this one.
         sample_indices: [num_rows] int64.
         block_copies: [num_copies, 2] int64, source and target of KV blocks to copy after the forward.
+        prompt_slices: [num_slices, 2] int64, first token and number of tokens whose logits prompt logprobs need.
+        has_extras: Whether a row needs more than temperature.
     """
 
     input_ids: np.ndarray
@@ -38,6 +40,8 @@ class PrefillInput:
     output_positions: np.ndarray
     sample_indices: np.ndarray
     block_copies: np.ndarray | None = None
+    prompt_slices: np.ndarray | None = None
+    has_extras: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,7 @@ class DecodeInput:
             stands for the token that the last step sampled in its row i, which need not be known here.
         new_tables: [num_new, width] int32, their block tables.
         new_blocks: [num_blocks, 3] int32, lane, index and block of each block appended to a table.
+        has_extras: Whether a row needs more than temperature.
     """
 
     num_rows: int
@@ -58,6 +63,7 @@ class DecodeInput:
     new_rows: np.ndarray
     new_tables: np.ndarray
     new_blocks: np.ndarray
+    has_extras: bool = False
 
     @property
     def parts(self) -> list[np.ndarray]:
@@ -69,6 +75,21 @@ class DecodeInput:
     def packet(self) -> np.ndarray:
         """All of it as one array, to be uploaded at once."""
         return np.concatenate([part.ravel() for part in self.parts])
+
+
+Input = TypeVar("Input", PrefillInput, DecodeInput)
+
+
+def to_arrays(step: PrefillInput | DecodeInput) -> list[np.ndarray | None]:
+    """Return a step's fields in order, as they travel to other ranks; numbers become arrays without dimensions."""
+    values = [getattr(step, field.name) for field in fields(step)]
+    return [None if value is None else np.asarray(value) for value in values]
+
+
+def from_arrays(kind: type[Input], arrays: SequenceOf[np.ndarray | None]) -> Input:
+    """Undo `to_arrays`."""
+    values: list[Any] = [array if array is None or array.ndim else array.item() for array in arrays]
+    return kind(*values)
 
 
 class StepOutput(NamedTuple):
@@ -83,6 +104,12 @@ class StepOutput(NamedTuple):
     token_ids: list[int | None]
     logprobs: list[Logprobs | None] | None = None
     prompt_logprobs: list[list[Logprobs]] | None = None
+
+
+class Promise(Protocol):
+    """A step's results, which may still be on their way; `wait` returns them once they are known."""
+
+    def wait(self) -> StepOutput: ...  # noqa: D102
 
 
 # A copy to the host under way: waits for it and returns the tensors as lists.

@@ -51,9 +51,10 @@ def _chunk_kernel(logits, temperatures, maxima, masses, num_chunks, logits_strid
     tl.store(masses + at, mass, mask=chunks < num_chunks)
 
 
-@triton.jit
-def _draw_kernel(logits, temperatures, keys, positions, sample_indices, maxima, masses, tokens, num_chunks,
-                 logits_stride, VOCAB: tl.constexpr, CHUNK: tl.constexpr, PAD_CHUNKS: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["first_chunk"])
+def _draw_kernel(logits, temperatures, keys, positions, sample_indices, maxima, masses, tokens, scores, num_chunks,
+                 logits_stride, first_chunk, VOCAB: tl.constexpr, CHUNK: tl.constexpr,
+                 PAD_CHUNKS: tl.constexpr):  # fmt: skip
     row = tl.program_id(0)
     temperature = tl.load(temperatures + row)
     is_greedy = temperature <= 1e-10
@@ -64,24 +65,28 @@ def _draw_kernel(logits, temperatures, keys, positions, sample_indices, maxima, 
     chunks = tl.arange(0, PAD_CHUNKS)
     top = tl.load(maxima + row * num_chunks + chunks, mask=chunks < num_chunks, other=float("-inf"))
     mass = tl.load(masses + row * num_chunks + chunks, mask=chunks < num_chunks, other=1.0)
-    noise = _philox_gumbel(chunks, 0, position, sample_index, key_low, key_high)
-    chunk = tl.argmax(tl.where(is_greedy, top, top + tl.log(mass) + noise), 0)
+    noise = _philox_gumbel(first_chunk + chunks, 0, position, sample_index, key_low, key_high)
+    score, chunk = tl.max(tl.where(is_greedy, top, top + tl.log(mass) + noise), 0, return_indices=True)
+    tl.store(scores + row, score)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits + row.to(tl.int64) * logits_stride + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32)
     x = x / tl.where(is_greedy, 1.0, temperature)
-    noise = _philox_gumbel(ids, 1, position, sample_index, key_low, key_high)
-    tl.store(tokens + row, chunk * CHUNK + tl.argmax(tl.where(is_greedy, x, x + noise), 0))
+    first_id = first_chunk * CHUNK
+    noise = _philox_gumbel(first_id + ids, 1, position, sample_index, key_low, key_high)
+    token = first_id + chunk * CHUNK + tl.argmax(tl.where(is_greedy, x, x + noise), 0)
+    tl.store(tokens + row, token)
 
 
-def sample(logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
+def sample(logits: torch.Tensor, inputs: SamplingInputs, first_id: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose one token a row; see `nanovllm.layers.sampler.Sampler`.
 
     Args:
-        logits: [num_rows, vocabulary], any float type; rows contiguous.
+        logits: [num_rows, vocabulary] or some chunks of it, any float type; rows contiguous.
         inputs: The rows' temperatures and noise streams; keys may be int32 with the bits of the halves.
+        first_id: The first column's token, a multiple of `CHUNK_SIZE`.
 
     Returns:
-        [num_rows] int64 token ids.
+        [num_rows] int64 token ids, and [num_rows] float32 scores to compare with those of other chunks.
     """
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1
@@ -89,12 +94,14 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
     # Not halves of one tensor: where a half begins depends on the rows, and each alignment is a kernel of its own.
     maxima, masses = (torch.empty(num_rows, num_chunks, dtype=torch.float32, device=logits.device) for _ in range(2))
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    scores = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     _chunk_kernel[(triton.cdiv(num_chunks, _CHUNKS_PER_PROGRAM), num_rows)](
         logits, inputs.temperatures, maxima, masses, num_chunks, logits.stride(0), VOCAB=vocab_size,
         CHUNK=CHUNK_SIZE, CHUNKS=_CHUNKS_PER_PROGRAM, num_warps=8)  # fmt: skip
     assert inputs.keys.is_contiguous()
     _draw_kernel[(num_rows,)](
         logits, inputs.temperatures, inputs.keys, inputs.positions,
-        inputs.sample_indices, maxima, masses, tokens, num_chunks, logits.stride(0), VOCAB=vocab_size,
-        CHUNK=CHUNK_SIZE, PAD_CHUNKS=triton.next_power_of_2(num_chunks), num_warps=4)  # fmt: skip
-    return tokens
+        inputs.sample_indices, maxima, masses, tokens, scores, num_chunks, logits.stride(0),
+        first_id // CHUNK_SIZE, VOCAB=vocab_size, CHUNK=CHUNK_SIZE, PAD_CHUNKS=triton.next_power_of_2(num_chunks),
+        num_warps=4)  # fmt: skip
+    return tokens, scores

@@ -53,7 +53,12 @@ class ParallelLMHead(VocabParallelEmbedding):
         return F.linear(x, self.weight)
 
     def forward(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Map [num_tokens, hidden] to this rank's part of [num_rows, vocabulary], in ``out`` if it is given."""
+        """Map [num_tokens, hidden] to this rank's part of [num_rows, vocabulary], in ``out`` if it is given.
+
+        Columns from `vocab_start` on; all ranks have equally many.
+        """
         rows = get_context().logits_indices
         x = x if rows is None else x[rows]
-        return self.multiply(x) if out is None else torch.mm(x, self.weight.T, out=out)
+        logits = self.multiply(x) if out is None else torch.mm(x, self.weight.T, out=out)
+        logits[:, self.vocab_end - self.vocab_start :] = float("-inf")  # no token is behind a row of padding
+        return logits

@@ -94,37 +94,48 @@ def gumbel_noise(inputs: SamplingInputs, level: int, first_ids: torch.Tensor, nu
     return gumbel_from_bits(torch.stack(words, dim=-1).flatten(1)[:, :num_ids])
 
 
-def sample_two_level(logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
+def sample_two_level(
+    logits: torch.Tensor, inputs: SamplingInputs, first_id: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token a row from softmax(logits / temperature).
 
     Args:
-        logits: [num_rows, vocabulary] float32; -inf excludes a token.
+        logits: [num_rows, vocabulary] float32, or some chunks of it; -inf excludes a token.
         inputs: The rows' temperatures, all above 1e-10, and noise streams.
+        first_id: The first column's token, a multiple of `CHUNK_SIZE`.
 
     Returns:
-        [num_rows] int64 token ids.
+        [num_rows] int64 token ids, and [num_rows] float32 scores of their chunks: of several parts of a vocabulary, the
+        one with the highest score has the token that is drawn from the whole.
     """
     scaled = logits / inputs.temperatures.unsqueeze(1)
     padding = -scaled.size(1) % CHUNK_SIZE
     chunks = F.pad(scaled, (0, padding), value=float("-inf")).unflatten(1, (-1, CHUNK_SIZE))
     masses = chunks.logsumexp(dim=-1)  # [num_rows, num_chunks]
+    first_chunk = first_id // CHUNK_SIZE
+    skip = first_chunk % 4
     zeros = torch.zeros_like(inputs.positions)
-    chunk_ids = (masses + gumbel_noise(inputs, _CHUNK_LEVEL, zeros, masses.size(1))).argmax(dim=-1)
-    first_ids = chunk_ids * CHUNK_SIZE
+    noise = gumbel_noise(inputs, _CHUNK_LEVEL, zeros + first_chunk - skip, skip + masses.size(1))[:, skip:]
+    scores, chunk_ids = (masses + noise).max(dim=-1)
+    first_ids = (first_chunk + chunk_ids) * CHUNK_SIZE
     candidates = chunks[torch.arange(len(chunk_ids), device=logits.device), chunk_ids]  # [num_rows, CHUNK_SIZE]
     noise = gumbel_noise(inputs, _TOKEN_LEVEL, first_ids, CHUNK_SIZE)
-    return first_ids + (candidates + noise).argmax(dim=-1)
+    return first_ids + (candidates + noise).argmax(dim=-1), scores
 
 
 class Sampler(nn.Module):
     """Chooses one token a row; greedy and drawn rows mix freely."""
 
-    def forward(self, logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
-        """Map logits [num_rows, vocabulary] to token ids [num_rows] int64."""
-        greedy = logits.argmax(dim=-1)
+    def forward(
+        self, logits: torch.Tensor, inputs: SamplingInputs, first_id: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Map logits [num_rows, vocabulary] to tokens and scores as `sample_two_level` does; greedy: the largest."""
+        scores, greedy = logits.max(dim=-1)
+        scores, greedy = scores.float(), greedy + first_id
         is_greedy = inputs.temperatures <= GREEDY_TEMPERATURE
         if bool(is_greedy.all()):
-            return greedy
+            return greedy, scores
         temperatures = torch.where(is_greedy, 1.0, inputs.temperatures)
         safe = SamplingInputs(temperatures, inputs.keys, inputs.positions, inputs.sample_indices)
-        return torch.where(is_greedy, greedy, sample_two_level(logits.float(), safe))
+        drawn, drawn_scores = sample_two_level(logits.float(), safe, first_id)
+        return torch.where(is_greedy, greedy, drawn), torch.where(is_greedy, scores, drawn_scores)

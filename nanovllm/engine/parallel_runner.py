@@ -1,0 +1,157 @@
+"""ParallelRunner: rank 0 of several that share a model, and what the others run.
+
+Every rank runs the same steps, of which rank 0 sends the flat arrays. Requests stay with rank 0, and so do sampled
+tokens: each rank has them on its own device.
+"""
+
+import dataclasses
+import signal
+import threading
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from nanovllm.config import Config
+from nanovllm.engine.channel import Channel
+from nanovllm.engine.executor import Executor
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import DecodeInput, PrefillInput, Promise, StepOutput, from_arrays, to_arrays
+from nanovllm.models.config import ModelConfig
+from nanovllm.utils.parallel import TensorParallel
+
+_SLOT_BYTES = 1 << 20  # more than the arrays of most steps, so that rank 0 need not wait for the others
+_NEWS_S = 3.0  # what a failed collective waits for news of a death behind it
+
+
+def create_runner(config: Config, model_config: ModelConfig, folder: Path) -> ModelRunner:
+    """Return the runner of one rank or of all, as the settled config says; errors as in `ModelRunner`."""
+    kind = ModelRunner if config.tensor_parallel_size == 1 else ParallelRunner
+    return kind(config, model_config, folder)
+
+
+class ParallelRunner(ModelRunner):
+    """A model runner that has the other ranks run what it runs.
+
+    Raises:
+        ValueError: As in `ModelRunner`.
+        RuntimeError: Another rank cannot start; says which, and why.
+    """
+
+    def __init__(self, config: Config, model_config: ModelConfig, folder: Path) -> None:
+        size = config.tensor_parallel_size
+        self.executor = Executor(size, run_rank, (config, model_config, folder), slot_bytes=_SLOT_BYTES)
+        with self._all_or_none(BaseException):
+            tp = _join(0, config, self.executor.init_method, self.executor.check)
+            self.executor.on_death = tp.close
+            super().__init__(_config_of(0, config), model_config, folder, tp)
+            self.executor.wait_ready()
+
+    def run(self, seqs: SequenceOf[Sequence], is_prefill: bool) -> Promise:
+        """See `ModelRunner.run`; after an error no rank can go on.
+
+        Ctrl-C waits until the step is launched, so that the ranks stay in step and the engine can go on.
+        """
+        with _interrupt_at_end(), self._all_or_none(BaseException):
+            return _CheckedPromise(super().run(seqs, is_prefill), self)
+
+    def tell(self, command: str, step: PrefillInput | DecodeInput) -> None:
+        """Send a step to the other ranks, without waiting for them."""
+        self.executor.send(command, *to_arrays(step))
+
+    def exit(self) -> None:
+        """End the other ranks, then let go of weights and cache."""
+        if hasattr(self, "executor"):  # not if it could not be built
+            self.executor.close()
+        super().exit()
+
+    @contextmanager
+    def _all_or_none(self, kind: type[BaseException]) -> Iterator[None]:
+        """If this rank fails inside the block, stop the others, who would wait for it for ever.
+
+        Where another rank's death is behind it, that is the error raised.
+        """
+        try:
+            yield
+        except kind as error:
+            try:
+                self.executor.check(_NEWS_S if isinstance(error, RuntimeError) else 0.0)
+            finally:
+                self.executor.close(f"Rank 0 failed, so all ranks were stopped; make a new engine. It was: {error!r}")
+            raise
+
+
+class _CheckedPromise:
+    """A step's results, unless a rank died over it."""
+
+    def __init__(self, promise: Promise, runner: ParallelRunner) -> None:
+        self._promise, self._runner = promise, runner
+
+    def wait(self) -> StepOutput:
+        with self._runner._all_or_none(Exception):  # an interrupt while waiting leaves the ranks in step
+            output = self._promise.wait()
+            self._runner.executor.check()
+            return output
+
+
+def run_rank(rank: int, config: Config, model_config: ModelConfig, folder: Path, channel: Channel) -> None:
+    """Be rank 1 or a further one, until rank 0 closes the channel."""
+    if config.device == "cpu":  # the ranks share its cores
+        torch.set_num_threads(max(1, torch.get_num_threads() // config.tensor_parallel_size))
+    tp = _join(rank, config, channel.init_method)
+    runner = ModelRunner(_config_of(rank, config), model_config, folder, tp)
+    channel.serve(_Commands(runner))
+    runner.exit()
+
+
+class _Commands:
+    """The commands that rank 0 sends: `ModelRunner`'s methods, on arrays."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+
+    @torch.inference_mode()
+    def run_prefill(self, *arrays: np.ndarray | None) -> None:
+        with self._runner.device_ops.active():
+            self._runner.run_prefill(from_arrays(PrefillInput, arrays))
+
+    @torch.inference_mode()
+    def run_decode(self, *arrays: np.ndarray | None) -> None:
+        with self._runner.device_ops.active():
+            self._runner.run_decode(from_arrays(DecodeInput, arrays))
+
+
+def _join(rank: int, config: Config, init_method: str, check: Any = lambda: None) -> TensorParallel:
+    return TensorParallel.join(rank, config.tensor_parallel_size, init_method, config.device != "cpu", check)
+
+
+def _config_of(rank: int, config: Config) -> Config:
+    return config if config.device == "cpu" else dataclasses.replace(config, device=f"cuda:{rank}")
+
+
+@contextmanager
+def _interrupt_at_end() -> Iterator[None]:
+    """Let Ctrl-C wait until the end of the block; a second one does not wait."""
+    previous = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(previous):
+        yield
+        return
+    came: list[Any] = []
+
+    def note(signum: int, frame: Any) -> None:
+        came.append(frame)
+        if len(came) > 1:
+            previous(signum, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if len(came) == 1:
+        previous(signal.SIGINT, came[0])
