@@ -43,6 +43,7 @@ def parse_args(default_model: str) -> argparse.Namespace:
     parser.add_argument("--max-num-seqs", type=int, default=512)
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--attention-backend", default="auto")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--lookahead", type=int, default=1)
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
@@ -245,6 +246,7 @@ def main() -> None:
         "attention_backend": args.attention_backend,
         "enforce_eager": args.enforce_eager,
         "lookahead": args.lookahead,
+        "tensor_parallel_size": args.tensor_parallel_size,
     }
     with tempfile.TemporaryDirectory() as folder:
         model = args.model

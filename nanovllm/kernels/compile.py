@@ -4,6 +4,7 @@ Each is launched once on a few rows. What is missing here, or compiled for other
 one after the other: that costs time, never correctness.
 """
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ import torch
 from nanovllm.attention.triton_backend import num_splits
 from nanovllm.engine.step import DecodeInput
 from nanovllm.kernels.pointwise import TritonQwen3Attention, TritonRMSNorm, TritonSiluAndMul
+from nanovllm.kernels.small_batch import FewRowsQKVLinear, FewRowsQwen3MLP, FewRowsRowLinear, few_rows_linear
 from nanovllm.layers.linear import MergedColumnParallelLinear
 from nanovllm.layers.sampler import SamplingInputs
 from nanovllm.models.qwen3 import Qwen3MLP
@@ -63,27 +65,35 @@ def _launches(runner: "ModelRunner", max_num_seqs: int, max_model_len: int) -> I
         with step_context(Context(slot_mapping=zeros - 1)):
             attention.prepare_qkv(zeros, qkv(1))
 
-    def sample(logits_dtype: torch.dtype) -> None:
+    def sample(width: int, logits_dtype: torch.dtype) -> None:
         zeros = torch.zeros(1, dtype=torch.int64, device=device)
-        logits = torch.zeros(1, runner.model_config.vocab_size, dtype=logits_dtype, device=device)
+        logits = torch.zeros(1, width, dtype=logits_dtype, device=device)
         inputs = SamplingInputs(zeros.float(), torch.zeros(1, 2, dtype=torch.int64, device=device), zeros, zeros)
         runner.device_ops.sample(logits, inputs)
 
+    def add_parts(weight: torch.Tensor) -> None:
+        y = torch.zeros(1, weight.size(1), dtype=dtype, device=device)
+        norm(few_rows_linear(y, weight, in_parts=True), x)
+
     # One batch size for each number of splits of decode attention; the slowest to compile come first.
     sizes = {num_splits(rows, kv_heads): rows for rows in range(max_num_seqs, 0, -1)}.values()
-    yield from ((lambda rows=rows: decode(rows)) for rows in sizes)
-    yield from ((lambda length=length: prefill(length)) for length in (1, max_model_len))
+    yield from (functools.partial(decode, rows) for rows in sizes)
+    yield from (functools.partial(prefill, length) for length in (1, max_model_len))
     yield prepare_qkv
-    yield lambda: sample(dtype)
-    yield lambda: sample(torch.float32)  # rows with extras
+    yield lambda: sample(len(runner.model.lm_head.weight), dtype)
+    yield lambda: sample(runner.model_config.vocab_size, torch.float32)  # rows with extras
     norm, act_fn = modules[TritonRMSNorm], modules[TritonSiluAndMul]
     x = torch.zeros(1, len(norm.weight), dtype=dtype, device=device)
     wide = torch.zeros(1, len(modules[MergedColumnParallelLinear].weight), dtype=dtype, device=device)
+    # Those for few rows, where they are installed. Nothing here waits for other ranks, as whole layers would.
     mlp = next(module for module in runner.model.modules() if isinstance(module, Qwen3MLP))
-    q = torch.zeros(1, heads * head_dim, dtype=dtype, device=device)
-    yield lambda: norm(mlp(x), x)  # with the kernels for few rows, where they are installed
-    yield lambda: norm(attention.o_proj(q), x)
-    yield lambda: attention.qkv_proj(x)
+    if isinstance(attention.qkv_proj, FewRowsQKVLinear):
+        yield lambda: few_rows_linear(x, attention.qkv_proj.weight)
+    if isinstance(mlp, FewRowsQwen3MLP):
+        yield lambda: few_rows_linear(x, mlp.gate_up_proj.weight, silu_and_mul=True)
+    for layer in (attention.o_proj, mlp.down_proj):
+        if isinstance(layer, FewRowsRowLinear):
+            yield functools.partial(add_parts, layer.weight)
     yield lambda: norm(x)
     yield lambda: norm(x, x)
     yield lambda: act_fn(wide)
