@@ -179,7 +179,7 @@ def test_steps_wait_for_nothing_but_the_oldest_result(reference):
 @pytest.mark.parametrize("enforce_eager", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_nothing_is_compiled_after_the_start(tmp_path, monkeypatch, dtype, enforce_eager):
-    shape = TinyConfig(hidden=256, intermediate=384, heads=4, kv_heads=2, head_dim=64, vocab=5003, layers=2)
+    shape = TinyConfig(hidden=256, intermediate=384, heads=4, kv_heads=2, head_dim=64, vocab=5003, max_positions=4096)
     folder = shape.save(tmp_path / "model")
     kinds = [
         SamplingParams(temperature=0, prompt_logprobs=1),
@@ -188,7 +188,7 @@ def test_nothing_is_compiled_after_the_start(tmp_path, monkeypatch, dtype, enfor
         SamplingParams(temperature=1.0, logprobs=2, logit_bias={3: 4.0}, allowed_token_ids=list(range(40))),
         SamplingParams(temperature=0.6),
     ]
-    knobs = {**KNOBS, "max_model_len": 1024, "max_num_seqs": 21, "max_num_batched_tokens": 700}
+    knobs = {**KNOBS, "max_model_len": 4096, "max_num_seqs": 21, "max_num_batched_tokens": 3000}
     with LLM(str(folder), dtype=dtype, enforce_eager=enforce_eager, **knobs) as llm:
         compiled = []
         compile_kernel = JITFunction._do_compile
@@ -202,7 +202,7 @@ def test_nothing_is_compiled_after_the_start(tmp_path, monkeypatch, dtype, enfor
             prompts = random_prompts(size, shape.vocab, seed=size, most=(7, 60, 300)[size % 3])
             params = [dataclasses.replace(kinds[(i + size) % 5], max_tokens=3 + i % 9) for i in range(size)]
             llm.generate(prompts, params, use_tqdm=False)
-        llm.generate([*random_prompts(1, shape.vocab, most=1), list(range(1000))], kinds[4], use_tqdm=False)
+        llm.generate([*random_prompts(1, shape.vocab, most=1), list(range(4000))], kinds[4], use_tqdm=False)
         assert compiled == []
         size = 3 + 2 * enforce_eager + (dtype == "float32")  # one that no other case has
         _rms_norm_kernel[(1,)](*[torch.zeros(8, device="cuda")] * 5, 0.1, 0, SIZE=size, PAD=8, HAS_RESIDUAL=False,
