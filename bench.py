@@ -274,7 +274,9 @@ def main() -> None:
         tokens_in = sum(len(prompt) for prompt in prompts)
         tokens_out = sum(len(output.token_ids) for output in outputs)  # what was really generated
         lens = [(len(prompt), len(output.token_ids)) for prompt, output in zip(prompts, outputs, strict=True)]
-        floor = floor_s(config, lens, args.max_num_seqs, bandwidth, rate) if has_gpu else float("nan")
+        floor = float("nan")
+        if has_gpu:  # of all cards together
+            floor = floor_s(config, lens, args.max_num_seqs, bandwidth, rate) / args.tensor_parallel_size
         steps = max(1, stats["num_decode_steps"] + stats["num_prefill_steps"])
         graphs = llm.engine.model_runner.device_ops.graphs
         steady = steady_decode(llm, min(num_seqs, args.max_num_seqs)) if graphs else {}
