@@ -148,6 +148,18 @@ def tag_names(tag: str) -> None:
 
 
 @pytest.fixture(autouse=True)
+def _no_hanging() -> Iterator[None]:
+    def end(signum: int, frame: Any) -> None:
+        raise TimeoutError("the test hangs")
+
+    previous = signal.signal(signal.SIGALRM, end)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, previous)
+
+
+@pytest.fixture(autouse=True)
 def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Traces]:
     """Assert after each test that nothing is left of it."""
     resource_tracker.ensure_running()  # pytest's own, which stays
@@ -159,12 +171,14 @@ def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Traces]:
     monkeypatch.setattr(channel_module, "secrets", None)
     monkeypatch.setitem(multiprocessing.current_process()._config, "semprefix", "")
     tag_names(tag)
-    threads = threading.active_count()
+    threads = threading.enumerate()
     traces = Traces(tag, folder)
     yield traces
     gc.collect()
     traces.assert_none()
-    assert threading.active_count() <= threads
+    for thread in set(threading.enumerate()) - set(threads):
+        thread.join(SECONDS)
+        assert not thread.is_alive()
     assert not multiprocessing.active_children()
 
 
@@ -494,8 +508,10 @@ def test_what_ends_the_start_leaves_nothing(traces, monkeypatch):
         os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(process_class, "start", start_and_interrupt)
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     with pytest.raises(KeyboardInterrupt):
         Executor(3, work)
+    signal.signal(signal.SIGINT, previous)
     traces.assert_none()
 
 
@@ -564,7 +580,10 @@ class Script:
             import numpy as np
             from nanovllm.engine.executor import Executor
             from test_executor import work, work_with_trouble, tag_names, start, attached, HANG
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             tag_names(os.environ["NANOVLLM_TEST_TAG"])
+            if __name__ != "__main__":
+                time.sleep(float(os.environ.get("IMPORT_S", "0")))
         """
         body = textwrap.dedent(body)
         if guard:
@@ -644,11 +663,15 @@ WAITS = {
 }
 
 
-@pytest.mark.parametrize("place", WAITS)
-def test_ctrl_c_ends_everything(place, tmp_path, traces):
-    script = Script("\n".join(WAITS[place]), tmp_path)
+@pytest.mark.parametrize("place", [*WAITS, "for imports"])
+def test_ctrl_c_ends_everything(place, tmp_path, traces, monkeypatch):
+    if place == "for imports":
+        monkeypatch.setenv("IMPORT_S", "3")
+    script = Script(
+        "\n".join(WAITS.get(place, ["executor = Executor(3, work)", NOW, "executor.wait_ready()"])), tmp_path
+    )
     assert (script.read_line(), script.read_line()) == ("begin", "now")
-    time.sleep(0.1)
+    time.sleep(0.3)
     begin = time.monotonic()
     os.killpg(script.process.pid, signal.SIGINT)  # a terminal sends it to all of a job's processes
     code, errors = script.wait()
@@ -670,6 +693,21 @@ def test_killing_rank_0_leaves_nothing(place, tmp_path, traces):
     assert code == -signal.SIGKILL
     assert "shared_memory" not in errors
     assert "Traceback" not in errors
+
+
+def test_workers_end_even_if_a_fork_of_rank_0_lives_on(tmp_path, traces):
+    """The fork holds the pipe by whose end workers notice at once; its parent's number changes all the same."""
+    script = Script(f"{SERVES}\npid = os.fork()\nif pid: print(pid, flush=True)\ntime.sleep(100)", tmp_path)
+    assert script.read_line() == "begin"
+    fork_pid = int(script.read_line())
+    script.process.kill()
+    deadline = time.monotonic() + SECONDS
+    while any("spawn_main" in trace for trace in traces.found()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any("spawn_main" in trace for trace in traces.found())
+    assert Path(f"/proc/{fork_pid}").exists()
+    os.kill(fork_pid, signal.SIGKILL)
+    script.wait()
 
 
 # Random trouble.
