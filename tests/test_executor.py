@@ -12,28 +12,25 @@ import random
 import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
 import threading
 import time
 import zlib
 from collections.abc import Iterator
-from multiprocessing import resource_tracker
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from traces import SECONDS, Traces, watch
 
-from nanovllm.engine import channel as channel_module
 from nanovllm.engine import executor as executor_module
 from nanovllm.engine.channel import decode, encode
 from nanovllm.engine.executor import Executor
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for what is left in /proc and /dev/shm")
 
-SECONDS = 5.0  # within which trouble must be noticed, and everything gone
 HERE = Path(__file__).resolve().parent
 
 
@@ -119,34 +116,6 @@ def work_with_trouble(rank: int, victim: int, at_start: int | None, at_end: int 
 # What must not be left.
 
 
-class Traces:
-    """Knows everything that this test's executors leave in the system, by a tag of their names and environment."""
-
-    def __init__(self, tag: str, folder: Path) -> None:
-        self.tag, self.folder = tag, folder
-
-    def found(self) -> list[str]:
-        found = [name for name in os.listdir("/dev/shm") if self.tag in name]
-        found += [str(path) for path in self.folder.iterdir()]
-        for pid in filter(str.isdigit, os.listdir("/proc")):
-            with contextlib.suppress(OSError):
-                if int(pid) != os.getpid() and self.tag.encode() in Path(f"/proc/{pid}/environ").read_bytes():
-                    found.append(Path(f"/proc/{pid}/cmdline").read_text())
-        return found
-
-    def assert_none(self, timeout_s: float = SECONDS) -> None:
-        deadline = time.monotonic() + timeout_s
-        while (found := self.found()) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert not found
-
-
-def tag_names(tag: str) -> None:
-    """Have all shared memory and semaphores of this process named after ``tag``."""
-    multiprocessing.current_process()._config["semprefix"] = f"/{tag}"  # type: ignore[attr-defined]
-    channel_module.secrets = SimpleNamespace(token_hex=lambda n: f"{tag}_{os.urandom(3).hex()}")  # type: ignore
-
-
 @pytest.fixture(autouse=True)
 def _no_hanging() -> Iterator[None]:
     def end(signum: int, frame: Any) -> None:
@@ -160,26 +129,10 @@ def _no_hanging() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Traces]:
+def traces(tmp_path: Path) -> Iterator[Traces]:
     """Assert after each test that nothing is left of it."""
-    resource_tracker.ensure_running()  # pytest's own, which stays
-    tag, folder = f"nv{os.urandom(4).hex()}", tmp_path / "temp"
-    folder.mkdir()
-    monkeypatch.setenv("NANOVLLM_TEST_TAG", tag)
-    monkeypatch.setenv("TMPDIR", str(folder))
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    monkeypatch.setattr(channel_module, "secrets", None)
-    monkeypatch.setitem(multiprocessing.current_process()._config, "semprefix", "")
-    tag_names(tag)
-    threads = threading.enumerate()
-    traces = Traces(tag, folder)
-    yield traces
-    gc.collect()
-    traces.assert_none()
-    for thread in set(threading.enumerate()) - set(threads):
-        thread.join(SECONDS)
-        assert not thread.is_alive()
-    assert not multiprocessing.active_children()
+    with watch(tmp_path / "temp") as traces:
+        yield traces
 
 
 def start(num_ranks: int, worker: Any = work, args: Any = (), **options: Any) -> Executor:
@@ -579,7 +532,8 @@ class Script:
             sys.path[:0] = [{str(HERE.parent)!r}, {str(HERE)!r}]
             import numpy as np
             from nanovllm.engine.executor import Executor
-            from test_executor import work, work_with_trouble, tag_names, start, attached, HANG
+            from test_executor import work, work_with_trouble, start, attached, HANG
+            from traces import tag_names
             signal.signal(signal.SIGINT, signal.default_int_handler)
             tag_names(os.environ["NANOVLLM_TEST_TAG"])
             if __name__ != "__main__":

@@ -7,6 +7,7 @@ tokens: each rank has them on its own device.
 import dataclasses
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.utils.parallel import TensorParallel
 
 _SLOT_BYTES = 1 << 20  # more than the arrays of most steps, so that rank 0 need not wait for the others
-_NEWS_S = 3.0  # what a failed collective waits for news of a death behind it
+_NEWS_S = 3.0  # after a failed collective: until the death behind it is known and told
 
 
 def create_runner(config: Config, model_config: ModelConfig, folder: Path) -> ModelRunner:
@@ -80,7 +81,7 @@ class ParallelRunner(ModelRunner):
             yield
         except kind as error:
             try:
-                self.executor.check(_NEWS_S if isinstance(error, RuntimeError) else 0.0)
+                self.executor.check(_NEWS_S if isinstance(error, ConnectionError) else 0.0)
             finally:
                 self.executor.close(f"Rank 0 failed, so all ranks were stopped; make a new engine. It was: {error!r}")
             raise
@@ -104,8 +105,12 @@ def run_rank(rank: int, config: Config, model_config: ModelConfig, folder: Path,
     if config.device == "cpu":  # the ranks share its cores
         torch.set_num_threads(max(1, torch.get_num_threads() // config.tensor_parallel_size))
     tp = _join(rank, config, channel.init_method)
-    runner = ModelRunner(_config_of(rank, config), model_config, folder, tp)
-    channel.serve(_Commands(runner))
+    try:
+        runner = ModelRunner(_config_of(rank, config), model_config, folder, tp)
+        channel.serve(_Commands(runner))
+    except ConnectionError:
+        time.sleep(_NEWS_S)  # the rank that died first is to be blamed
+        raise
     runner.exit()
 
 

@@ -76,9 +76,7 @@ class TensorParallel:
             options = distributed.AllreduceOptions()
             if hasattr(options, "asyncOp"):
                 options.asyncOp = False  # on the stream of the kernels around it
-            work = self.group.allreduce([x], options)
-            if work is not None:
-                work.wait()
+            self._run(self.group.allreduce, [x], options)
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -86,7 +84,7 @@ class TensorParallel:
         if self.size == 1:
             return x.unsqueeze(0)
         parts = x.new_empty((self.size, *x.shape))
-        self.group.allgather([list(parts.unbind())], [x.contiguous()]).wait()
+        self._run(self.group.allgather, [list(parts.unbind())], [x.contiguous()])
         return parts
 
     def of_rank_0(self, x: torch.Tensor) -> torch.Tensor:
@@ -114,6 +112,14 @@ class TensorParallel:
             return tokens
         draws = self.all_gather(torch.stack((scores.double(), tokens.double())))  # exact: [size, 2, num_rows]
         return draws[:, 1].gather(0, draws[:, 0].argmax(0, keepdim=True)).squeeze(0).long()
+
+    def _run(self, collective: Any, *args: Any) -> None:
+        try:
+            work = collective(*args)
+            if work is not None:
+                work.wait()
+        except RuntimeError as error:
+            raise ConnectionError(f"Tensor-parallel rank {self.rank} has lost another one: {error}") from error
 
     def close(self) -> None:
         """Leave the group, also in the midst of a collective that will never end; from any thread, more than once."""
