@@ -1,10 +1,12 @@
 """One model over several ranks: the answers of one rank, and nothing left of any trouble."""
 
+import contextlib
 import dataclasses
 import functools
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -50,7 +52,7 @@ ENGINES: list[tuple[str, int, dict[str, Any]]] = [
 
 
 def make_llm(folder: Path, size: int, **knobs: Any) -> LLM:
-    return LLM(str(folder), max_model_len=600, tensor_parallel_size=size, **knobs)
+    return LLM(str(folder), **{"device": "cpu", "max_model_len": 600, "tensor_parallel_size": size} | knobs)
 
 
 def greedy(max_tokens: int, **settings: Any) -> SamplingParams:
@@ -310,6 +312,16 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def lose_connections_and_die() -> None:
+    """Let the others fail before this process ends."""
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+                os.close(int(fd))
+    time.sleep(0.5)
+    kill()
+
+
 def run_out_of_memory() -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
@@ -353,20 +365,26 @@ def inject(monkeypatch: pytest.MonkeyPatch, *faults: Any) -> None:
     ],
     ids=["killed at start", "fails at start", "killed in loading", "out of memory", "killed in a collective"],
 )  # fmt: skip
-@pytest.mark.parametrize("size", [2, 4])
 def test_a_rank_that_cannot_start_is_named(
-    size: int, fault: Any, cause: str, text: str, tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch,
+    fault: Any, cause: str, text: str, tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch,
     traces: Traces, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    if size == 4 and fault[1] != "least":
-        pytest.skip("the number of ranks matters to collectives")
     inject(monkeypatch, fault)
-    with pytest.raises(RuntimeError, match=rf"Tensor-parallel rank {size - 1} died \({cause}\)") as error:
-        make_llm(tiny_checkpoint(SHAPES["odd"]), size)
+    with pytest.raises(RuntimeError, match=rf"Tensor-parallel rank 1 died \({cause}\)") as error:
+        make_llm(tiny_checkpoint(SHAPES["odd"]), 2)
     assert text in str(error.value)
     assert ("Traceback" in str(error.value)) == bool(text)
     assert not caplog.records
     traces.assert_none()
+
+
+def test_of_several_dead_ranks_the_first_is_blamed(
+    tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, traces: Traces
+) -> None:
+    inject(monkeypatch, (TensorParallel, "all_reduce", 8, lose_connections_and_die))
+    with make_llm(tiny_checkpoint(SHAPES["odd"]), 4) as llm, pytest.raises(RuntimeError) as error:
+        llm.generate([[1, 2, 3]], greedy(9), use_tqdm=False)
+    assert str(error.value) == "Tensor-parallel rank 3 died (SIGKILL)."
 
 
 IN_A_STEP = {
@@ -521,6 +539,74 @@ def test_the_pool_is_the_least_of_all_ranks(
         assert llm.engine.config.num_kvcache_blocks == 9
         assert_greedy(tiny_reference(shape), llm.generate(prompts, greedy(12), use_tqdm=False))
         assert llm.engine.stats()["num_preemptions"]
+
+
+# Cards.
+
+CARDS = {"device": "cuda", "dtype": "float32", "max_model_len": 256, "max_num_seqs": 24, "gpu_memory_utilization": 0.2}
+
+
+def go_on(llm: LLM) -> None:
+    while True:
+        llm.generate([[1, 2, 3]] * 20, greedy(200), use_tqdm=False)
+
+
+two_cards = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
+@pytest.mark.gpu
+@two_cards
+@pytest.mark.parametrize("name", ["odd", "bias", "small"])
+@pytest.mark.parametrize("knobs", [{}, {"enforce_eager": True}, {"attention_backend": "torch"}, {"lookahead": 0}])
+def test_two_cards_answer_as_transformers_and_as_one_card(
+    name: str, knobs: dict[str, Any], tiny_checkpoint: Checkpoint, tiny_reference: Reference, traces: Traces
+) -> None:
+    shape = SHAPES[name]
+    prompts = make_prompts(44, shape.vocab, seed=6)
+    pressure = {"kvcache_block_size": 16, "num_kvcache_blocks": 60, "max_num_batched_tokens": 90}
+    results = []
+    for size in (1, 2):
+        with make_llm(tiny_checkpoint(shape), size, **CARDS, **pressure, greedy_admission=True, **knobs) as llm:
+            outputs = llm.generate(prompts, greedy(20), use_tqdm=False)
+            assert_greedy(tiny_reference(shape), outputs)
+            assert llm.engine.stats()["num_preemptions"]
+            params = (mixed_params(shape.vocab) * 4)[:44]
+            results.append(llm.generate(prompts, params, use_tqdm=False))
+    # Draws within rounding of each other may differ: few rows do.
+    same = [a == b for a, b in zip(*map(token_ids, results), strict=True)]
+    assert sum(same) >= 40
+
+
+@pytest.mark.gpu
+@two_cards
+@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize("delay_s", [0.0, 0.4])
+def test_a_rank_that_dies_on_its_card_is_named(
+    enforce_eager: bool, delay_s: float, tiny_checkpoint: Checkpoint, traces: Traces
+) -> None:
+    for _ in range(2):  # the cards can be used again
+        llm = make_llm(tiny_checkpoint(SHAPES["odd"]), 2, **CARDS, enforce_eager=enforce_eager)
+        pid = llm.engine.model_runner.executor._workers.processes[0].pid
+        threading.Timer(delay_s, os.kill, (pid, signal.SIGKILL)).start()
+        begin = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"Tensor-parallel rank 1 died \(SIGKILL\)"):
+            go_on(llm)
+        assert time.monotonic() - begin < 2 * SECONDS
+        traces.assert_none()
+        llm.close()
+
+
+@pytest.mark.gpu
+@two_cards
+def test_ctrl_c_leaves_the_cards_in_step(
+    tiny_checkpoint: Checkpoint, tiny_reference: Reference, traces: Traces
+) -> None:
+    with make_llm(tiny_checkpoint(SHAPES["odd"]), 2, **CARDS) as llm:
+        for delay_s in (0.01, 0.03, 0.1, 0.2, 0.3):
+            threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGINT)).start()
+            with pytest.raises(KeyboardInterrupt):
+                go_on(llm)
+            assert_greedy(tiny_reference(SHAPES["odd"]), llm.generate([[4, 5], [6]], greedy(9), use_tqdm=False))
 
 
 # Life.

@@ -20,7 +20,8 @@ import torch
 import xxhash
 
 from nanovllm.config import Config
-from nanovllm.engine.parallel_runner import create_runner
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.parallel_runner import ParallelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Promise, StepOutput
@@ -72,7 +73,8 @@ class LLMEngine:
         start = time.perf_counter()
         with ThreadPoolExecutor(1) as pool:  # a tokenizer imports for seconds, in which the weights can be read
             loading = pool.submit(load_tokenizer, tokenizer_folder)
-            runner = create_runner(config, model_config, folder)
+            kind = ModelRunner if config.tensor_parallel_size == 1 else ParallelRunner
+            runner = kind(config, model_config, folder)
             waited = time.perf_counter()
             tokenizer = loading.result()
         runner.end_token_ids = end_token_ids(tokenizer, model_config)

@@ -30,12 +30,6 @@ _SLOT_BYTES = 1 << 20  # more than the arrays of most steps, so that rank 0 need
 _NEWS_S = 3.0  # after a failed collective: until the death behind it is known and told
 
 
-def create_runner(config: Config, model_config: ModelConfig, folder: Path) -> ModelRunner:
-    """Return the runner of one rank or of all, as the settled config says; errors as in `ModelRunner`."""
-    kind = ModelRunner if config.tensor_parallel_size == 1 else ParallelRunner
-    return kind(config, model_config, folder)
-
-
 class ParallelRunner(ModelRunner):
     """A model runner that has the other ranks run what it runs.
 
@@ -48,7 +42,8 @@ class ParallelRunner(ModelRunner):
         size = config.tensor_parallel_size
         self.executor = Executor(size, run_rank, (config, model_config, folder), slot_bytes=_SLOT_BYTES)
         with self._all_or_none(BaseException):
-            tp = _join(0, config, self.executor.init_method, self.executor.check)
+            is_cuda = config.device != "cpu"
+            tp = TensorParallel.join(0, size, self.executor.init_method, is_cuda, self.executor.check)
             self.executor.on_death = tp.close
             super().__init__(_config_of(0, config), model_config, folder, tp)
             self.executor.wait_ready()
@@ -58,6 +53,7 @@ class ParallelRunner(ModelRunner):
 
         Ctrl-C waits until the step is launched, so that the ranks stay in step and the engine can go on.
         """
+        self.executor.check()
         with _interrupt_at_end(), self._all_or_none(BaseException):
             return _CheckedPromise(super().run(seqs, is_prefill), self)
 
@@ -73,7 +69,7 @@ class ParallelRunner(ModelRunner):
 
     @contextmanager
     def _all_or_none(self, kind: type[BaseException]) -> Iterator[None]:
-        """If this rank fails inside the block, stop the others, who would wait for it for ever.
+        """If this rank fails inside the block, end all of them, since the others would wait for it for ever.
 
         Where another rank's death is behind it, that is the error raised.
         """
@@ -84,6 +80,7 @@ class ParallelRunner(ModelRunner):
                 self.executor.check(_NEWS_S if isinstance(error, ConnectionError) else 0.0)
             finally:
                 self.executor.close(f"Rank 0 failed, so all ranks were stopped; make a new engine. It was: {error!r}")
+                super().exit()  # ends collectives that are still under way on its device
             raise
 
 
@@ -102,9 +99,10 @@ class _CheckedPromise:
 
 def run_rank(rank: int, config: Config, model_config: ModelConfig, folder: Path, channel: Channel) -> None:
     """Be rank 1 or a further one, until rank 0 closes the channel."""
-    if config.device == "cpu":  # the ranks share its cores
-        torch.set_num_threads(max(1, torch.get_num_threads() // config.tensor_parallel_size))
-    tp = _join(rank, config, channel.init_method)
+    size, is_cuda = config.tensor_parallel_size, config.device != "cpu"
+    if not is_cuda:  # the ranks share the cores
+        torch.set_num_threads(max(1, torch.get_num_threads() // size))
+    tp = TensorParallel.join(rank, size, channel.init_method, is_cuda)
     try:
         runner = ModelRunner(_config_of(rank, config), model_config, folder, tp)
         channel.serve(_Commands(runner))
@@ -129,10 +127,6 @@ class _Commands:
     def run_decode(self, *arrays: np.ndarray | None) -> None:
         with self._runner.device_ops.active():
             self._runner.run_decode(from_arrays(DecodeInput, arrays))
-
-
-def _join(rank: int, config: Config, init_method: str, check: Any = lambda: None) -> TensorParallel:
-    return TensorParallel.join(rank, config.tensor_parallel_size, init_method, config.device != "cpu", check)
 
 
 def _config_of(rank: int, config: Config) -> Config:

@@ -123,8 +123,8 @@ class TensorParallel:
 
     def close(self) -> None:
         """Leave the group, also in the midst of a collective that will never end; from any thread, more than once."""
-        if self.group is not None and self.group.name() == "nccl":
-            self.group.abort()  # gloo's collectives end by themselves when a rank does
+        if type(self.group).__name__ == "ProcessGroupNCCL":  # gloo's collectives end by themselves when a rank does
+            (self.group.abort if hasattr(self.group, "abort") else self.group._shutdown)()
 
 
 SINGLE = TensorParallel()
