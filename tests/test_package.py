@@ -161,7 +161,7 @@ def test_the_core_can_be_read_in_an_afternoon() -> None:
         if name_of(path).split("/")[0] in ("engine", "layers", "models") or name_of(path) == "utils/loader.py"
     ]
     assert {"engine/scheduler.py", "layers/sampler.py", "models/qwen3.py", "utils/loader.py"} <= set(map(name_of, core))
-    assert sum(code_lines(path.read_text(encoding="utf-8")) for path in core) <= 2500
+    assert sum(code_lines(path.read_text(encoding="utf-8")) for path in core) <= 2750
 
 
 def test_the_whole_package_stays_small() -> None:
@@ -170,5 +170,5 @@ def test_the_whole_package_stays_small() -> None:
     for path in FILES:
         apart = name_of(path).split("/")[0] in ("attention", "embedded", "kernels")
         lines[apart] += len(path.read_text(encoding="utf-8").splitlines())
-    assert lines[False] <= 5050
+    assert lines[False] <= 5300
     assert lines[True] <= 1650

@@ -10,11 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from test_executor import Script
 from tiny_models import TinyConfig, assert_greedy
 from traces import SECONDS, Traces, watch
@@ -25,6 +27,9 @@ from nanovllm.engine.channel import encode
 from nanovllm.engine.device import CpuDevice
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.step import DecodeInput, PrefillInput, from_arrays, to_arrays
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.utils.loader import load_model
 from nanovllm.utils.parallel import SINGLE, TensorParallel
 
 Checkpoint = Callable[[TinyConfig], Path]
@@ -259,6 +264,39 @@ def test_parts_of_logits_stand_in_order_of_ranks_without_padding() -> None:
     assert SINGLE.whole_logits(whole, 7) is whole
     assert torch.equal(Gathered(1, 2, gathered=[whole, None]).of_rank_0(-whole), whole)
     assert (SINGLE.least(5), Gathered(0, 2, gathered=[torch.tensor([3]), None]).least(5)) == (5, 3)
+
+
+class ReadBytes:
+    """A slice of a file that counts what is read of it."""
+
+    def __init__(self, source: Any, counts: list[int]) -> None:
+        self.source, self.counts = source, counts
+        self.get_shape, self.get_dtype = source.get_shape, source.get_dtype
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        part = self.source[index]
+        self.counts.append(part.nbytes)
+        return part
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_reads_its_part_of_the_weights_alone(
+    rank: int, tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape, counts = SHAPES["bias"], list[int]()
+
+    @contextlib.contextmanager
+    def open_counting(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        with safe_open(*args, **kwargs) as file:
+            yield SimpleNamespace(keys=file.keys, get_slice=lambda name: ReadBytes(file.get_slice(name), counts))
+
+    monkeypatch.setattr("nanovllm.utils.loader.safe_open", open_counting)
+    folder = tiny_checkpoint(shape)
+    load_model(Qwen3ForCausalLM(ModelConfig.from_folder(folder), 16, TensorParallel(rank, 2)), folder)
+    expected = 0
+    for name, tensor in shape.tensors().items():
+        expected += tensor.nbytes if "norm" in name or "o_proj.bias" in name else tensor.nbytes // 2
+    assert sum(counts) == expected
 
 
 # Settings.
