@@ -24,7 +24,7 @@ class Config:
         max_num_seqs: Sequences alive (holding KV memory) at once.
         max_model_len: Tokens of a prompt and its completion together; capped by the model's own limit.
         gpu_memory_utilization: Share of the card's total memory that the engine may take (no meaning on a CPU).
-        tensor_parallel_size: Ranks that the weights are split over.
+        tensor_parallel_size: Ranks, each a process, that weights and KV cache are split over.
         enforce_eager: True: no CUDA graphs.
         kvcache_block_size: Tokens a KV block holds; None: chosen by the attention backend.
         num_kvcache_blocks: KV blocks in the pool; None or -1: measured.

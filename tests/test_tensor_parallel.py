@@ -310,7 +310,7 @@ def test_a_rank_reads_its_part_of_the_weights_alone(
         (2, {"intermediate": 35}, {}, "intermediate_size=35 does not divide by tensor_parallel_size=2"),
         (4, {"heads": 12, "kv_heads": 3}, {}, "num_key_value_heads=3 neither divides by tensor_parallel_size=4 nor"),
         (4, {"heads": 12, "kv_heads": 6}, {}, "num_key_value_heads=6 neither divides by tensor_parallel_size=4 nor"),
-        (2, {}, {"device": "cuda"}, "tensor_parallel_size=2 needs as many CUDA devices, but this machine has 1"),
+        (2, {}, {"device": "cuda"}, "tensor_parallel_size=2 needs as many CUDA devices; this machine has 1"),
         (0, {}, {}, "tensor_parallel_size=0 is out of range"),
     ],
 )

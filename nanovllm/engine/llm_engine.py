@@ -414,7 +414,7 @@ def _check_tensor_parallel(size: int, device: str, model_config: ModelConfig) ->
         return
     if device.startswith("cuda") and torch.cuda.device_count() < size:
         raise ValueError(
-            f"tensor_parallel_size={size} needs as many CUDA devices, but this machine has {torch.cuda.device_count()}."
+            f"tensor_parallel_size={size} needs as many CUDA devices; this machine has {torch.cuda.device_count()}."
         )
     if ":" in device:
         raise ValueError(

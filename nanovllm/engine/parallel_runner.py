@@ -27,7 +27,8 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.utils.parallel import TensorParallel
 
 _SLOT_BYTES = 1 << 20  # more than the arrays of most steps, so that rank 0 need not wait for the others
-_NEWS_S = 3.0  # after a failed collective: until the death behind it is known and told
+_NEWS_S = 3.0  # what rank 0 waits, after a failed collective, for news of the death behind it
+_BLAME_S = 1.0  # and what another rank waits before it dies too; rank 0 may notice nothing before that
 
 
 class ParallelRunner(ModelRunner):
@@ -107,7 +108,7 @@ def run_rank(rank: int, config: Config, model_config: ModelConfig, folder: Path,
         runner = ModelRunner(_config_of(rank, config), model_config, folder, tp)
         channel.serve(_Commands(runner))
     except ConnectionError:
-        time.sleep(_NEWS_S)  # the rank that died first is to be blamed
+        time.sleep(_BLAME_S)  # the rank that died first is to be blamed
         raise
     runner.exit()
 
