@@ -71,7 +71,7 @@ class Config:
             if value is not None and not value.strip():
                 raise ValueError(f"{name}={value!r} is empty; give a folder, a hub id or 'embedded'.")
         check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
-        check_int("max_num_seqs", self.max_num_seqs, 1)
+        check_int("max_num_seqs", self.max_num_seqs, 1, 65535)  # a launch on a GPU has no more rows
         check_int("max_model_len", self.max_model_len, 2)
         check_float("gpu_memory_utilization", self.gpu_memory_utilization, 0.0, 1.0, above=True)
         check_int("tensor_parallel_size", self.tensor_parallel_size, 1)

@@ -83,7 +83,7 @@ def test_little_prefill_is_done_twice_on_a_tight_pool(pool, params_of):
         )
         assert (scheduler.num_preemptions > 40) is greedy
     assert redone[True] > 0.15
-    assert redone[False] < 0.02
+    assert redone[False] < 0.04
 
 
 def test_places_gather_until_a_prefill_step_is_worth_it():
@@ -133,3 +133,64 @@ def test_shared_blocks_are_counted_once():
         scheduler.add(Sequence([*head, 1 + i], fixed(16), i))
     seqs, is_prefill = scheduler.schedule()
     assert is_prefill and len(seqs) == 39
+
+
+def test_short_rows_do_not_wait_for_the_end_of_a_long_one():
+    """With few places taken, a refused head once waited until as many had left as a large batch would lose."""
+    scheduler = Scheduler(Config("fake", num_kvcache_blocks=64, kvcache_block_size=16))
+    scheduler.add(Sequence([1] * 100, fixed(900), 0))
+    for i in range(1, 61):
+        scheduler.add(Sequence([1 + i] * 100, fixed(8 + i % 5), i))
+    num_decodes, last_short = 0, 0
+    while not scheduler.is_finished():
+        seqs, is_prefill = scheduler.schedule()
+        num_decodes += not is_prefill
+        scheduler.postprocess(seqs, [3] * len(seqs), is_prefill)
+        if any(seq.seq_id for seq in scheduler.take_finished()):
+            last_short = num_decodes
+    assert num_decodes < 950
+    assert last_short < 300
+
+
+def test_a_refused_prompt_is_asked_again_though_nobody_has_left():
+    """Two long rows fit side by side once the first is far enough on."""
+    scheduler = Scheduler(Config("fake", num_kvcache_blocks=40, kvcache_block_size=16))
+    for i in range(2):
+        scheduler.add(Sequence([1 + i] * 16, fixed(400), i))
+    together = 0
+    while not scheduler.is_finished():
+        seqs, is_prefill = scheduler.schedule()
+        together += len(seqs) == 2
+        scheduler.postprocess(seqs, [3] * len(seqs), is_prefill)
+    assert together > 100
+    assert scheduler.num_preemptions == 0
+
+
+def test_hits_on_free_blocks_count_as_taken():
+    scheduler = Scheduler(Config("fake", num_kvcache_blocks=20, kvcache_block_size=16))
+    pool = scheduler.block_manager
+    head = list(range(16 * 8))
+    scheduler.add(Sequence([*head, 1], fixed(2), 0))
+    while not scheduler.is_finished():
+        seqs, is_prefill = scheduler.schedule()
+        scheduler.postprocess(seqs, [3] * len(seqs), is_prefill)
+    again = Sequence([*head, 2], fixed(2), 1)
+    assert pool.can_allocate(again) == 8
+    assert pool.num_used_hits(again, 8) == 0
+    scheduler.add(again)
+    scheduler.schedule()
+    third = Sequence([*head, 3], fixed(2), 2)
+    assert pool.num_used_hits(third, pool.can_allocate(third)) == 8
+
+
+def test_admission_of_many_takes_a_step_no_longer_than_a_few_milliseconds_each():
+    """Looking at all that run anew for each candidate took a quarter of a second at a thousand."""
+    scheduler = Scheduler(Config("fake", num_kvcache_blocks=20000, kvcache_block_size=64, max_num_seqs=1024))
+    looked_at = []
+    expected_steps = scheduler.admission._expected_steps
+    scheduler.admission._expected_steps = lambda seq: looked_at.append(seq) or expected_steps(seq)
+    for i in range(1024):
+        scheduler.add(Sequence([1 + i % 50] * 15, fixed(9), i))
+    seqs, _ = scheduler.schedule()
+    assert len(seqs) == 1024
+    assert len(looked_at) < 3 * 1024

@@ -65,7 +65,8 @@ def test_an_unknown_name_that_is_near_to_none_lists_the_known_ones() -> None:
 CONFIG_OUT_OF_RANGE = [
     ("max_num_batched_tokens", 0, "at least 1"),
     ("max_num_batched_tokens", -5, "at least 1"),
-    ("max_num_seqs", 0, "at least 1"),
+    ("max_num_seqs", 0, "between 1 and 65535"),
+    ("max_num_seqs", 65536, "between 1 and 65535"),
     ("max_model_len", 1, "at least 2"),
     ("gpu_memory_utilization", 0.0, "above 0 and at most 1"),
     ("gpu_memory_utilization", -0.1, "above 0 and at most 1"),
@@ -273,7 +274,7 @@ def test_the_number_of_kv_blocks_is_the_user_s_or_what_all_sequences_need(
 
 def test_the_default_pool_is_at_most_two_gib(folder: str) -> None:
     block_bytes = 2 * 2 * 256 * 2 * 8 * 4
-    with LLM(folder, kvcache_block_size=256, max_num_seqs=100_000, max_model_len=1024) as llm:
+    with LLM(folder, kvcache_block_size=256, max_num_seqs=65_535, max_model_len=1024) as llm:
         assert llm.engine.config.num_kvcache_blocks == 2**31 // block_bytes
 
 

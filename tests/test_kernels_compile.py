@@ -67,9 +67,9 @@ config = ModelConfig(**shape)
 model = Qwen3ForCausalLM(config, 64)
 pointwise.install_kernels(model)
 small_batch.install_kernels(model)
-if capability >= 90:
-    for module in (pointwise, small_batch, triton_backend):
-        module.dependent_launch = lambda: {"PDL": True, "launch_pdl": True}
+options = {"PDL": True, "launch_pdl": True} if capability >= 90 else {"PDL": False}
+for module in (pointwise, small_batch, triton_backend):
+    module.dependent_launch = lambda: options
 for layer in model.modules():
     if isinstance(layer, Attention):
         layer.k_cache, layer.v_cache = torch.empty(2, 1, 64, 8, 128)

@@ -13,23 +13,25 @@ from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence
 
-_BATCH_SHARE = 32  # places gather until this part of max_num_seqs is free
+_BATCH_SHARE = 32  # after a refusal, this part of the running sequences leaves before anyone is asked again
+_PATIENCE = 64  # steps after which one is asked anyway: what runs needs less and less
 
 
 class Admission:
     """Decides who joins, and learns from who ended.
 
     Args:
-        config: `greedy_admission` turns all of this off; `max_num_seqs`.
+        config: `greedy_admission` turns all of this off.
         block_manager: The pool.
     """
 
     def __init__(self, config: Config, block_manager: BlockManager) -> None:
         self._is_greedy = config.greedy_admission
-        self._batch = max(1, config.max_num_seqs // _BATCH_SHARE)
         self._pool = block_manager
         self._refused: Sequence | None = None
-        self._num_left = 0  # sequences that gave up their place since then
+        self._batch = 1  # sequences to leave before it is asked again
+        self._num_left = self._num_asked = 0  # sequences that gave up their place since then; times it was looked at
+        self._forecasts: list[tuple[int, int, float]] = []  # of running sequences: blocks held, tokens, steps to come
         self._num_sampled, self._num_allowed = 1, 1  # by ended sequences that could stop early
 
     def left(self, seq: Sequence) -> None:
@@ -42,15 +44,21 @@ class Admission:
             self._num_sampled += len(seq.token_ids) - seq.num_prompt_tokens
             self._num_allowed += seq.max_num_tokens - seq.num_prompt_tokens
 
-    def refuse(self, seq: Sequence) -> None:
-        """Note that there is no room for the head of the queue."""
-        self._refused, self._num_left = seq, 0
+    def refuse(self, seq: Sequence, num_running: int) -> None:
+        """Note that there is no room for the head of the queue beside so many sequences."""
+        self._refused, self._num_left, self._num_asked = seq, 0, 0
+        self._batch = max(1, num_running // _BATCH_SHARE)
 
     def is_paused(self, running: SequenceOf[Sequence], waiting: SequenceOf[Sequence]) -> bool:
         """Return whether too few places have become free since the head of the queue was refused."""
         if self._is_greedy or not running or waiting[0] is not self._refused:
             return False
-        return self._num_left < min(self._batch, len(waiting))
+        self._num_asked += 1
+        return self._num_left < min(self._batch, len(waiting)) and self._num_asked <= _PATIENCE
+
+    def begin(self) -> None:
+        """Begin a step, in which `running` only grows at its end: what is known of its members is kept."""
+        self._forecasts.clear()
 
     def has_headroom(self, running: SequenceOf[Sequence], seq: Sequence, num_shared: int) -> bool:
         """Return whether the pool will hold a sequence beside the running ones, each at its expected length.
@@ -58,16 +66,16 @@ class Admission:
         Args:
             running: What has been admitted so far.
             seq: The candidate.
-            num_shared: Blocks of its prompt that others have too.
+            num_shared: Blocks of its prompt that others hold too.
         """
         if self._is_greedy or not running:
             return True
         size, num_blocks = self._pool.block_size, self._pool.num_blocks
-        held = np.array([len(other.block_table) for other in running] + [0], float)
+        for other in running[len(self._forecasts) :]:
+            self._forecasts.append((len(other.block_table), other.num_tokens, self._expected_steps(other)))
+        held, lens, steps = np.array([*self._forecasts, (0, seq.num_tokens, self._expected_steps(seq))], float).T
         # Blocks that several hold are in the tables of all of them.
         held *= min(1.0, len(self._pool.used_block_ids) / max(1.0, held.sum()))
-        lens = np.array([other.num_tokens for other in (*running, seq)])
-        steps = np.array([self._expected_steps(other) for other in (*running, seq)])
         held[-1] = -(-seq.num_tokens // size) - num_shared
         return peak_blocks(held, -lens % size, steps, size) <= num_blocks
 

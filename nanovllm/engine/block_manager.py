@@ -99,6 +99,11 @@ class BlockManager:
         num_free_needed += needed - num_hits
         return num_hits if num_free_needed <= len(self.free_block_ids) else -1
 
+    def num_used_hits(self, seq: Sequence, num_hits: int) -> int:
+        """Return how many of the hits of `can_allocate` others hold, so that they take no free block."""
+        hashes = seq.block_hashes[: max(0, num_hits)]
+        return sum(self.blocks[self.hash_to_block_id[hash_]].ref_count > 0 for hash_ in hashes)
+
     def allocate(self, seq: Sequence, num_hits: int) -> None:
         """Give the sequence all blocks for its tokens, the first ``num_hits`` (of `can_allocate`) from the cache."""
         assert not seq.block_table

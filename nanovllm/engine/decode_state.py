@@ -151,7 +151,7 @@ class DecodeState:
         fields = fields.long()
         positions = torch.where(is_live, fields[POSITION], 0)
         tables = self.block_tables[lanes]
-        blocks = tables.gather(1, positions.unsqueeze(1) // self.block_size).squeeze(1)
+        blocks = tables.gather(1, positions.unsqueeze(1) // self.block_size).squeeze(1).long()
         slots = blocks * self.block_size + positions % self.block_size
         context = Context(
             slot_mapping=torch.where(is_live, slots, -1),

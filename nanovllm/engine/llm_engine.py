@@ -194,9 +194,10 @@ class LLMEngine:
                 result = promise.wait()
                 self._count("wait_s", time.perf_counter() - waited)
                 _book_logprobs(seqs, result)
+                kept = (t is not None and not s.is_finished for s, t in zip(seqs, result.token_ids, strict=True))
+                self._count("num_completion_tokens", sum(kept))
                 self.scheduler.postprocess(seqs, result.token_ids, is_prefill)
                 self._count("num_prompt_tokens", max(num_tokens, 0))
-                self._count("num_completion_tokens", sum(token_id is not None for token_id in result.token_ids))
                 kind = "prefill" if is_prefill else "decode"
                 self._count(f"num_{kind}_steps", 1)
                 self._count(f"{kind}_s", time.perf_counter() - start)
@@ -214,8 +215,8 @@ class LLMEngine:
     def stats(self) -> dict[str, float]:
         """Return counts and seconds since the engine started.
 
-        `num_prompt_tokens` were computed in prefill steps (recomputed ones included), `num_completion_tokens` sampled;
-        `prefill_s` and `decode_s` are the time of such steps, `wait_s` the part in which the host waited.
+        `num_prompt_tokens` were computed in prefill steps (recomputed ones included), `num_completion_tokens` sampled
+        and kept; `prefill_s` and `decode_s` are the time of such steps, `wait_s` the part in which the host waited.
         """
         return dict(self._stats, num_preemptions=self._stats["num_preemptions"] + self.scheduler.num_preemptions)
 

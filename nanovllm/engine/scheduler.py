@@ -142,6 +142,7 @@ class Scheduler:
 
     def _schedule_prefill(self) -> list[Sequence]:
         seqs: list[Sequence] = []
+        self.admission.begin()
         budget = self.max_num_batched_tokens
         while self.waiting and budget > 0:
             seq = self.waiting[0]
@@ -161,8 +162,9 @@ class Scheduler:
                 num_hits = -1
                 if len(self.running) < self.max_num_seqs:
                     num_hits = self.block_manager.can_allocate(seq)
-                if num_hits < 0 or not self.admission.has_headroom(self.running, seq, num_hits):
-                    self.admission.refuse(seq)
+                num_shared = self.block_manager.num_used_hits(seq, num_hits)
+                if num_hits < 0 or not self.admission.has_headroom(self.running, seq, num_shared):
+                    self.admission.refuse(seq, len(self.running))
                     break
             num_cached = seq.num_cached_tokens or num_hits * self.block_manager.block_size
             num_new = seq.num_tokens - num_cached
