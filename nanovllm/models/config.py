@@ -127,12 +127,6 @@ def _rope_theta(raw: dict[str, Any]) -> float:
         if not isinstance(value, dict):
             raise ValueError(f"{name}={value!r} must be an object or null.")
         parameters |= value
-    other = {**raw, **parameters}.get("partial_rotary_factor", 1)
-    factor = parameters.get("factor", 1)
-    if other != 1 or factor != 1:
-        raise ValueError(
-            f"RoPE with partial_rotary_factor={other!r}, factor={factor!r} is not supported; both must be 1."
-        )
     # Whatever stands there besides theta changes the embedding, also where it has no type of its own.
     untyped = "default" if parameters.keys() <= {"rope_theta"} else "unnamed"
     rope_type = parameters.get("rope_type", parameters.get("type", untyped))
