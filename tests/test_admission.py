@@ -194,3 +194,21 @@ def test_admission_of_many_takes_a_step_no_longer_than_a_few_milliseconds_each()
     seqs, _ = scheduler.schedule()
     assert len(seqs) == 1024
     assert len(looked_at) < 3 * 1024
+
+
+def test_the_forecast_learns_from_rows_that_end_early():
+    """Rows may sample 2,000 tokens each but end after 50; counting on the most lets few run beside each other."""
+    scheduler = Scheduler(Config("fake", num_kvcache_blocks=300, kvcache_block_size=16), [END])
+    for i in range(120):
+        scheduler.add(Sequence([10 + i] * 20, open_ended(50), i))
+    most = {True: 0, False: 0}
+    has_ended = False
+    while not scheduler.is_finished():
+        seqs, is_prefill = scheduler.schedule()
+        most[has_ended] = max(most[has_ended], len(scheduler.running))
+        tokens = [END if seq.num_completion_tokens + 1 == 50 else 1 for seq in seqs]
+        scheduler.postprocess(seqs, tokens, is_prefill)
+        has_ended |= bool(scheduler.take_finished())
+    assert most[False] < 10
+    assert most[True] > 40
+    assert scheduler.num_preemptions < 5

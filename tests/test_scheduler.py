@@ -3,7 +3,16 @@
 import random
 
 import pytest
-from fakes import LOOKAHEADS, LetterTokenizer, Watch, make_engine, make_llm, naive_completion, run_until_idle
+from fakes import (
+    LOOKAHEADS,
+    VOCAB_SIZE,
+    LetterTokenizer,
+    Watch,
+    make_engine,
+    make_llm,
+    naive_completion,
+    run_until_idle,
+)
 
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
@@ -703,3 +712,14 @@ def test_a_step_reports_prefilled_tokens_or_minus_its_sequences():
         outputs, num_tokens = engine.step()
         reports.append((num_tokens, [output.request_id for output in outputs]))
     assert reports == [(5, []), (5, []), (-2, [1]), (-1, [0])]
+
+
+@BOTH_LOOPS
+def test_statistics_count_the_tokens_that_rows_keep(lookahead):
+    """The token that is sampled behind an end token, before that is known, once counted as well."""
+    engine = make_engine(50, 4, lookahead=lookahead, end_token_ids=range(0, VOCAB_SIZE, 3))
+    for i in range(8):
+        engine.add_request([1, 2, i], SamplingParams(temperature=0, max_tokens=60))
+    outputs = run_until_idle(engine)
+    assert {output.finish_reason for output in outputs.values()} == {"stop"}
+    assert engine.stats()["num_completion_tokens"] == sum(len(output.token_ids) for output in outputs.values())
