@@ -251,9 +251,9 @@ class TritonBackend:
             PAD_GROUP=max(16, triton.next_power_of_2(group)), KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
             PAD_DIM=pad_dim, BLOCK_SIZE=block_size,
             TILE=32 if is_float32 else 64, NUM_SPLITS=splits, PRECISION="ieee", num_warps=4,
-            num_stages=1 if is_float32 or pad_dim > 128 else 3, **dependent_launch())  # fmt: skip
+            num_stages=1 if is_float32 or pad_dim > 128 else 3, **dependent_launch(q))  # fmt: skip
         if splits > 1:
             _merge_kernel[(num_rows * num_heads,)](
                 partials, lse, out, HEAD_DIM=head_dim, PAD_DIM=pad_dim, NUM_SPLITS=splits, num_warps=1,
-                **dependent_launch())  # fmt: skip
+                **dependent_launch(q))  # fmt: skip
         return out

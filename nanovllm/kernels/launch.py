@@ -20,14 +20,14 @@ def wait_for_inputs(PDL: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
 
 
-def dependent_launch() -> dict[str, Any]:
-    """Return the options of a launch, on the current device, whose kernel calls `wait_for_inputs`."""
-    return _options(torch.cuda.current_device() if torch.cuda.is_available() else None)
+def dependent_launch(x: torch.Tensor) -> dict[str, Any]:
+    """Return the options of a launch on the device of ``x``, whose kernel calls `wait_for_inputs`."""
+    return _options(x.device)
 
 
 @functools.cache
-def _options(device: int | None) -> dict[str, Any]:
-    has_it = device is not None and torch.cuda.get_device_capability(device)[0] >= 9
+def _options(device: torch.device) -> dict[str, Any]:
+    has_it = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
     if has_it and hasattr(tl.extra, "cuda") and hasattr(tl.extra.cuda, "gdc_wait"):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}

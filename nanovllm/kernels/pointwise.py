@@ -54,7 +54,7 @@ class TritonRMSNorm(RMSNorm):
         _rms_norm_kernel[(out.numel() // size,)](
             x, like, self.weight, out, total, self.eps, out.numel(), SIZE=size, PAD=pad,
             HAS_RESIDUAL=residual is not None, NUM_PARTS=x.numel() // out.numel(), num_warps=_warps(pad),
-            **dependent_launch())  # fmt: skip
+            **dependent_launch(x))  # fmt: skip
         return out, total
 
 
@@ -139,7 +139,7 @@ class TritonQwen3Attention(Qwen3Attention):
             qkv, self.q_norm.weight, self.k_norm.weight, self.rotary_emb.cos_sin_cache, positions,
             get_context().slot_mapping, self.attn.k_cache, self.attn.v_cache, self.q_norm.eps, HEADS=self.num_heads,
             KV_HEADS=self.num_kv_heads, HEAD_DIM=self.head_dim, PAD_HEADS=pad_heads, PAD_HALF=pad_half,
-            num_warps=_warps(pad_heads * pad_half), **dependent_launch())  # fmt: skip
+            num_warps=_warps(pad_heads * pad_half), **dependent_launch(qkv))  # fmt: skip
         q, k, v = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         return q, k, v
 
