@@ -72,7 +72,8 @@ def few_rows_linear(
     out = torch.empty(shape, dtype=torch.float32 if in_parts else x.dtype, device=x.device)
     _few_rows_kernel[(n // block_n, num_parts)](
         x, weight, out, num_rows, N=n, K=k, K_LEN=k // num_parts, ROWS=MAX_ROWS, BLOCK_N=block_n, BLOCK_K=_BLOCK_K,
-        SILU=silu_and_mul, num_warps=4 if silu_and_mul else 2, num_stages=num_stages, **dependent_launch(x))  # fmt: skip
+        SILU=silu_and_mul, num_warps=4 if silu_and_mul else 2, num_stages=num_stages,
+        **dependent_launch(x))  # fmt: skip
     return out
 
 
