@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -551,3 +552,10 @@ def test_a_closed_engine_says_so_and_closes_again(folder: str) -> None:
     for call in (lambda: llm.add_request([1]), llm.step, lambda: llm.generate([[1]], use_tqdm=False)):
         with pytest.raises(RuntimeError, match="closed"):
             call()
+
+
+def test_a_model_too_large_for_the_memory_of_a_cpu_is_an_error_of_ours(tmp_path: Path) -> None:
+    raw = {**SHAPES["tied"].config_json(), "vocab_size": 2**31 - 1, "hidden_size": 2**15}  # 281 TB
+    (tmp_path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"in float32 .* does not fit on cpu: .* take a smaller model"):
+        LLM(str(tmp_path), load_format="dummy", device="cpu")

@@ -958,3 +958,35 @@ outputs = llm.generate([[7, 8]], SamplingParams(0, 3, True), use_tqdm=False)
         timeout=120,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("DefaultCPUAllocator: no memory")]
+)
+def test_out_of_memory_in_mid_run_raises_once_and_names_the_knobs(tiny, monkeypatch, error):
+    with new_llm(tiny) as llm:
+        expected = llm.generate([[5, 6]], greedy(4), use_tqdm=False)[0].token_ids
+        sample, calls = llm.engine.model_runner.device_ops.sample, []
+
+        def fail_once(*args):
+            calls.append(args)
+            if len(calls) == 3:
+                raise error
+            return sample(*args)
+
+        monkeypatch.setattr(llm.engine.model_runner.device_ops, "sample", fail_once)
+        with pytest.raises(RuntimeError, match=r"Out of memory on cpu in a decode step of 9 sequences: .*max_num_seqs"):
+            llm.generate([[5, 6]] * 9, greedy(4), use_tqdm=False)
+        assert llm.is_finished()
+        assert [o.token_ids for o in llm.generate([[5, 6]] * 9, greedy(4), use_tqdm=False)] == [expected] * 9
+
+
+def test_other_errors_in_mid_run_stay_what_they_are(tiny, monkeypatch):
+    with new_llm(tiny) as llm:
+
+        def fail(*args):
+            raise RuntimeError("a fault of ours")
+
+        monkeypatch.setattr(llm.engine.model_runner.device_ops, "sample", fail)
+        with pytest.raises(RuntimeError, match=r"^a fault of ours$"):
+            llm.generate([[5, 6]], greedy(4), use_tqdm=False)

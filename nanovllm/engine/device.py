@@ -76,6 +76,11 @@ class CpuDevice:
         return ""
 
 
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Return whether a device's memory did not suffice; a CPU's allocator has no error of its own for it."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
 def create_device(config: Config) -> "CpuDevice":
     """Return the device that the config's settled `device` names."""
     if config.device == "cpu":

@@ -21,7 +21,7 @@ import torch
 from nanovllm.attention import create_backend
 from nanovllm.config import Config
 from nanovllm.engine.decode_state import DecodeRows
-from nanovllm.engine.device import create_device
+from nanovllm.engine.device import create_device, is_out_of_memory
 from nanovllm.engine.extras import build_extras
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import DecodeInput, HostTensors, PendingStep, PrefillInput, Promise
@@ -83,7 +83,9 @@ class ModelRunner:
         try:
             with torch.inference_mode(), self.device_ops.active(), _defaults(self.device, self.dtype):
                 self._build(config, folder)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             raise ValueError(
                 f"{config.model!r} in {config.dtype} with max_num_batched_tokens={config.max_num_batched_tokens} and "
                 f"max_num_seqs={config.max_num_seqs} does not fit on {self.device}: {str(error).splitlines()[0]} "
@@ -186,7 +188,9 @@ class ModelRunner:
         try:
             with self.device_ops.active():
                 return self._prefill(seqs) if is_prefill else self._decode(seqs)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             raise RuntimeError(
                 f"Out of memory on {self.device} in a {'prefill' if is_prefill else 'decode'} step of {len(seqs)} "
                 f"sequences: {str(error).splitlines()[0]} All requests are dropped"
