@@ -125,16 +125,22 @@ def floor_s(model: Any, lens: list[tuple[int, int]], max_num_seqs: int, bandwidt
     return seconds
 
 
+def add_random_requests(llm: Any, num_rows: int, seed: int, max_tokens: int) -> None:
+    """Queue prompts of 100 to 850 random tokens that all run to ``max_tokens``."""
+    from nanovllm import SamplingParams
+
+    rng, most = random.Random(seed), min(9999, llm.engine.model_config.vocab_size - 1)
+    params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=max_tokens)
+    for _ in range(num_rows):
+        llm.add_request([rng.randint(0, most) for _ in range(rng.randint(100, 850))], params)
+
+
 def steady_decode(llm: Any, num_rows: int, num_steps: int = 200) -> dict[str, float]:
     """Decode ``num_rows`` rows for a while; return the step's time, and the share of it in which the GPU idles."""
     import torch
 
-    from nanovllm import SamplingParams
-
-    device, rng = llm.engine.model_runner.device_ops, random.Random(1)
-    params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=num_steps + 40)
-    for _ in range(num_rows):
-        llm.add_request([rng.randint(0, 9999) for _ in range(rng.randint(100, 850))], params)
+    device = llm.engine.model_runner.device_ops
+    add_random_requests(llm, num_rows, seed=1, max_tokens=num_steps + 40)
     while llm.engine.stats()["num_decode_steps"] < 10 or llm.engine.scheduler.waiting or llm.step()[1] > 0:
         llm.step()
     for _ in range(10):
@@ -166,13 +172,8 @@ def profile(llm: Any, num_rows: int, folder: Path) -> None:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as trace
 
-    from nanovllm import SamplingParams
-
-    rng, num_steps = random.Random(2), 20
-    most = min(9999, llm.engine.model_config.vocab_size - 1)
-    for _ in range(num_rows):
-        prompt = [rng.randint(0, most) for _ in range(rng.randint(100, 850))]
-        llm.add_request(prompt, SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=num_steps + 20))
+    num_steps = 20
+    add_random_requests(llm, num_rows, seed=2, max_tokens=num_steps + 20)
     folder.mkdir(parents=True, exist_ok=True)
     for phase in ("prefill", "decode"):
         steps = 0

@@ -73,6 +73,7 @@ for module in (pointwise, small_batch, triton_backend):
 for layer in model.modules():
     if isinstance(layer, Attention):
         layer.k_cache, layer.v_cache = torch.empty(2, 1, 64, 8, 128)
+        layer.backend = TritonBackend()
 runner = SimpleNamespace(backend=TritonBackend(), decode_state=TritonDecodeState(512, 64, 64), dtype=dtype, model=model,
                          device=torch.device("cpu"), max_blocks=64, model_config=config,
                          device_ops=SimpleNamespace(sample=sample, active=nullcontext))

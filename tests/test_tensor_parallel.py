@@ -377,6 +377,15 @@ def spoil(owner: Any, name: str, number: int, act: Callable[[], None]) -> None:
     setattr(owner, name, spoilt)
 
 
+@contextlib.contextmanager
+def spoilt_all_reduce(number: int, act: Callable[[], None]) -> Iterator[None]:
+    """Have rank 0 ``act`` at its n-th all-reduce inside the block."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TensorParallel, "all_reduce", TensorParallel.all_reduce)  # so that it comes back
+        spoil(TensorParallel, "all_reduce", number, act)
+        yield
+
+
 def faulty_rank(faults: Any, rank: int, *args: Any) -> None:
     """Be a rank, of which the last has these faults: owner, method, call and act of each."""
     if rank == args[0].tensor_parallel_size - 1:
@@ -474,13 +483,9 @@ def test_a_rank_that_dies_in_close_is_logged(
     traces.assert_none()
 
 
-def test_an_error_of_rank_0_in_a_step_stops_all_ranks(
-    tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, traces: Traces
-) -> None:
+def test_an_error_of_rank_0_in_a_step_stops_all_ranks(tiny_checkpoint: Checkpoint, traces: Traces) -> None:
     llm = make_llm(tiny_checkpoint(SHAPES["odd"]), 2)
-    with monkeypatch.context() as patch:
-        patch.setattr(TensorParallel, "all_reduce", TensorParallel.all_reduce)
-        spoil(TensorParallel, "all_reduce", 4, run_out_of_memory)
+    with spoilt_all_reduce(4, run_out_of_memory):
         with pytest.raises(RuntimeError, match="Out of memory on cpu in a prefill step of 1 sequences") as error:
             llm.generate([[1, 2, 3]], greedy(3), use_tqdm=False)
         assert "can go on" not in str(error.value)
@@ -503,31 +508,23 @@ def interrupt_twice() -> None:
 
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_ctrl_c_in_a_step_leaves_the_ranks_in_step(
-    lookahead: int, tiny_checkpoint: Checkpoint, tiny_reference: Reference, monkeypatch: pytest.MonkeyPatch
+    lookahead: int, tiny_checkpoint: Checkpoint, tiny_reference: Reference
 ) -> None:
     shape, handler = SHAPES["odd"], signal.getsignal(signal.SIGINT)
     prompts = make_prompts(12, shape.vocab, seed=4)
     with make_llm(tiny_checkpoint(shape), 2, lookahead=lookahead, max_num_batched_tokens=50) as llm:
         for number in (1, 4, 6, 23, 40):  # in a chunk, in a decode step
-            with monkeypatch.context() as patch:
-                patch.setattr(TensorParallel, "all_reduce", TensorParallel.all_reduce)
-                spoil(TensorParallel, "all_reduce", number, interrupt)
-                with pytest.raises(KeyboardInterrupt):
-                    llm.generate(prompts, greedy(15), use_tqdm=False)
+            with spoilt_all_reduce(number, interrupt), pytest.raises(KeyboardInterrupt):
+                llm.generate(prompts, greedy(15), use_tqdm=False)
             assert signal.getsignal(signal.SIGINT) is handler
             assert llm.is_finished()
             assert_greedy(tiny_reference(shape), llm.generate(prompts[number % 5 :], greedy(9), use_tqdm=False))
 
 
-def test_a_second_ctrl_c_does_not_wait_and_ends_all_ranks(
-    tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, traces: Traces
-) -> None:
+def test_a_second_ctrl_c_does_not_wait_and_ends_all_ranks(tiny_checkpoint: Checkpoint, traces: Traces) -> None:
     llm = make_llm(tiny_checkpoint(SHAPES["odd"]), 2)
-    with monkeypatch.context() as patch:
-        patch.setattr(TensorParallel, "all_reduce", TensorParallel.all_reduce)
-        spoil(TensorParallel, "all_reduce", 4, interrupt_twice)
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate([[1, 2, 3]], greedy(3), use_tqdm=False)
+    with spoilt_all_reduce(4, interrupt_twice), pytest.raises(KeyboardInterrupt):
+        llm.generate([[1, 2, 3]], greedy(3), use_tqdm=False)
     traces.assert_none()
     with pytest.raises(RuntimeError, match=r"make a new engine. It was: KeyboardInterrupt"):
         llm.generate([[1, 2, 3]], greedy(3), use_tqdm=False)

@@ -34,7 +34,7 @@ class Admission:
         self._forecasts: list[tuple[int, int, float]] = []  # of running sequences: blocks held, tokens, steps to come
         self._num_sampled, self._num_allowed = 1, 1  # by ended sequences that could stop early
 
-    def left(self, seq: Sequence) -> None:
+    def left(self) -> None:
         """Note that a sequence gave up its place and blocks."""
         self._num_left += 1
 

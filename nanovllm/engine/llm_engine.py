@@ -421,13 +421,10 @@ def _check_tensor_parallel(size: int, device: str, model_config: ModelConfig) ->
         raise ValueError(
             f"device={device!r} is one card; with tensor_parallel_size={size} use 'cuda': rank r has cuda:r."
         )
+    tp = TensorParallel(0, size)
     for name in ("num_attention_heads", "intermediate_size"):
-        TensorParallel(0, size).split(getattr(model_config, name), name)
-    num_kv_heads = model_config.num_key_value_heads
-    if max(size, num_kv_heads) % min(size, num_kv_heads):
-        raise ValueError(
-            f"num_key_value_heads={num_kv_heads} neither divides by tensor_parallel_size={size} nor divides it."
-        )
+        tp.split(getattr(model_config, name), name)
+    tp.split_kv_heads(model_config.num_key_value_heads)
 
 
 def check_token_ids(prompt: Any) -> list[int]:

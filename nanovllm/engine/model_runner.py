@@ -303,10 +303,6 @@ class ModelRunner:
         self.decode_state.advance(tokens)
         return rows, logits, tokens, logprobs
 
-    def run_model(self, step: PrefillInput) -> torch.Tensor:
-        """Run the forward of a prefill step; returns hidden states [num_tokens, hidden]."""
-        return self.model(self._to_device(step.input_ids), self._to_device(step.positions))
-
     def exit(self) -> None:
         """Let go of weights and cache."""
         for name in ("model", "kv_cache", "decode_state"):

@@ -264,7 +264,7 @@ class Scheduler:
 
     def _release(self, seq: Sequence) -> None:
         if seq.block_table:
-            self.admission.left(seq)
+            self.admission.left()
             self.block_manager.hash_blocks(seq)
             self.block_manager.deallocate(seq)
 

@@ -39,26 +39,26 @@ def compile_kernels(runner: "ModelRunner", max_num_seqs: int, max_model_len: int
 
 
 def _launches(runner: "ModelRunner", max_num_seqs: int, max_model_len: int) -> Iterator[Callable[[], Any]]:
-    backend, state, dtype, device = runner.backend, runner.decode_state, runner.dtype, runner.device
+    state, dtype, device = runner.decode_state, runner.dtype, runner.device
     modules: dict[type, Any] = {type(module): module for module in runner.model.modules()}  # of each kind the last
     attention = modules[TritonQwen3Attention]
     heads, kv_heads, head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
-    caches = attention.attn.k_cache, attention.attn.v_cache
 
     def qkv(num_rows: int) -> torch.Tensor:
         return torch.zeros(num_rows, heads + 2 * kv_heads, head_dim, dtype=dtype, device=device)
 
+    def attend(num_rows: int, context: Context) -> None:
+        with step_context(context):
+            attention.attn(*qkv(num_rows).split((heads, kv_heads, kv_heads), dim=1))
+
     def decode(num_rows: int) -> None:
-        context = state.lay_out(num_rows).context
-        backend.decode(qkv(num_rows)[:, :heads], *caches, head_dim**-0.5, context)
+        attend(num_rows, state.lay_out(num_rows).context)
 
     def prefill(length: int) -> None:
         ends = torch.tensor([0, 1], dtype=torch.int32, device=device)
         tables = torch.zeros(1, runner.max_blocks, dtype=torch.int32, device=device)
-        context = Context(cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=1, max_seqlen_k=length,
-                          block_tables=tables if backend.always_paged else None)  # fmt: skip
-        q, k, v = qkv(1).split((heads, kv_heads, kv_heads), dim=1)
-        backend.prefill(q, k, v, *caches, head_dim**-0.5, context)
+        attend(1, Context(cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=1, max_seqlen_k=length,
+                          block_tables=tables if runner.backend.always_paged else None))  # fmt: skip
 
     def prepare_qkv() -> None:
         zeros = torch.zeros(1, dtype=torch.int64, device=device)

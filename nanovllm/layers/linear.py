@@ -124,13 +124,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         self.head_size = head_size
         self.total_num_kv_heads = total_num_kv_heads
         self.num_heads = tp.split(total_num_heads, "num_attention_heads")
-        replicas = max(1, tp.size // total_num_kv_heads)
-        if total_num_kv_heads * replicas % tp.size:
-            raise ValueError(
-                f"num_key_value_heads={total_num_kv_heads} neither divides by tensor_parallel_size={tp.size} "
-                "nor divides it."
-            )
-        self.num_kv_heads = total_num_kv_heads * replicas // tp.size
+        self.num_kv_heads, replicas = tp.split_kv_heads(total_num_kv_heads)
         self.kv_rank = tp.rank // replicas
         super().__init__(hidden_size, tp.size * (self.num_heads + 2 * self.num_kv_heads) * head_size, bias, tp)
 

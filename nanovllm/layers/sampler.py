@@ -135,7 +135,6 @@ class Sampler(nn.Module):
         is_greedy = inputs.temperatures <= GREEDY_TEMPERATURE
         if bool(is_greedy.all()):
             return greedy, scores
-        temperatures = torch.where(is_greedy, 1.0, inputs.temperatures)
-        safe = SamplingInputs(temperatures, inputs.keys, inputs.positions, inputs.sample_indices)
+        safe = inputs._replace(temperatures=torch.where(is_greedy, 1.0, inputs.temperatures))
         drawn, drawn_scores = sample_two_level(logits.float(), safe, first_id)
         return torch.where(is_greedy, greedy, drawn), torch.where(is_greedy, scores, drawn_scores)

@@ -70,6 +70,15 @@ class TensorParallel:
             raise ValueError(f"{what}={total} does not divide by tensor_parallel_size={self.size}.")
         return total // self.size
 
+    def split_kv_heads(self, total: int) -> tuple[int, int]:
+        """Return how many of ``total`` KV heads a rank holds, and how many ranks hold each; ValueError if uneven."""
+        replicas = max(1, self.size // total)
+        if total * replicas % self.size:
+            raise ValueError(
+                f"num_key_value_heads={total} neither divides by tensor_parallel_size={self.size} nor divides it."
+            )
+        return total * replicas // self.size, replicas
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of ``x`` over all ranks (in place where there are several)."""
         if self.size > 1:
