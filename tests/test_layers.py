@@ -53,7 +53,7 @@ class Meeting:
         self.barrier = threading.Barrier(size, timeout=30)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class ThreadParallel(TensorParallel):
     """A rank that is a thread, so that layers can be run split without processes."""
 

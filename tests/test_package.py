@@ -16,9 +16,16 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # The only files that may name these, relative to the package.
 ALLOWED = {
-    "torch.cuda": {"engine/llm_engine.py", "engine/cuda_device.py", "engine/cuda_graph.py", "kernels/launch.py"},
+    "torch.cuda": {
+        "engine/llm_engine.py",
+        "engine/cuda_device.py",
+        "engine/cuda_graph.py",
+        "kernels/launch.py",
+        "kernels/peer_memory.py",
+    },
     "triton": {
         "attention/triton_backend.py",
+        "kernels/all_reduce.py",
         "kernels/decode_state.py",
         "kernels/launch.py",
         "kernels/pointwise.py",
@@ -175,5 +182,5 @@ def test_the_whole_package_stays_small() -> None:
     for path in FILES:
         apart = name_of(path).split("/")[0] in ("attention", "embedded", "kernels")
         lines[apart] += len(path.read_text(encoding="utf-8").splitlines())
-    assert lines[False] <= 5350
-    assert lines[True] <= 1650
+    assert lines[False] <= 5400
+    assert lines[True] <= 1900

@@ -233,7 +233,7 @@ def test_a_step_survives_its_way_through_arrays() -> None:
     assert all(a is b for a, b in zip(to_arrays(again)[:13], to_arrays(prefill)[:13], strict=True))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class Gathered(TensorParallel):
     """A rank whose gathering gives what a test says."""
 
@@ -610,6 +610,25 @@ def test_two_cards_answer_as_transformers_and_as_one_card(
     # Draws within rounding of each other may differ: few rows do.
     same = [a == b for a, b in zip(*map(token_ids, results), strict=True)]
     assert sum(same) >= 40
+
+
+@pytest.mark.gpu
+@two_cards
+@pytest.mark.parametrize("can_write", [True, False])
+def test_cards_that_cannot_write_each_others_memory_leave_all_to_nccl(
+    can_write: bool, tiny_checkpoint: Checkpoint, tiny_reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if can_write and not torch.cuda.can_device_access_peer(0, 1):
+        pytest.skip("the two cards cannot write each other's memory")
+    if not can_write:  # found out by one rank, and for all
+        device = pytest.importorskip("nanovllm.engine.cuda_device").CudaDevice
+        is_right = device._is_right
+        monkeypatch.setattr(device, "_is_right", lambda *args: is_right(*args) and False)
+    with make_llm(tiny_checkpoint(SHAPES["odd"]), 2, **CARDS, max_num_batched_tokens=4096) as llm:
+        assert (llm.engine.model_runner.tp.peers is not None) == can_write
+        prompts = make_prompts(300, SHAPES["odd"].vocab, seed=7)  # more rows at once than most launches
+        outputs = llm.generate(prompts, greedy(9), use_tqdm=False)
+        assert_greedy(tiny_reference(SHAPES["odd"]), outputs)
 
 
 @pytest.mark.gpu

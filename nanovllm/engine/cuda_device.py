@@ -1,22 +1,26 @@
 """CudaDevice: memory, copies and kernels of one GPU; see `CpuDevice` for what its methods are for."""
 
+import contextlib
 import logging
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from nanovllm.config import Config
 from nanovllm.engine.cuda_graph import DecodeGraphs, graph_sizes
 from nanovllm.engine.decode_state import DecodeRows
 from nanovllm.engine.device import CpuDevice
 from nanovllm.kernels import pointwise, small_batch
+from nanovllm.kernels.all_reduce import PeerBuffers
 from nanovllm.kernels.compile import compile_kernels
 from nanovllm.kernels.decode_state import TritonDecodeState
+from nanovllm.kernels.peer_memory import PeerMemory
 from nanovllm.kernels.sampler import sample
+from nanovllm.utils.parallel import TensorParallel
 
 if TYPE_CHECKING:
     from nanovllm.engine.model_runner import ModelRunner
@@ -24,6 +28,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("nanovllm")
 
 _GRAPH_BYTES = 8 << 20  # what a captured step of some 300 kernels keeps on the device besides its activations
+
+# What a rank sends in one launch. Two ranks never do better by NCCL, and larger launches would gain under a tenth; of
+# more ranks it adds up rows with fewer bytes, if there are many.
+_SENT_BYTES_OF_TWO, _SENT_BYTES = 16 << 20, 4 << 20
+_ANSWER_S = 30.0  # within which the first sums of all ranks must be there, kernels compiled
 
 _POOL_FACTOR = 4  # of what all sequences can hold: a tiny model on a large card would get a hundred million blocks
 
@@ -41,13 +50,49 @@ class CudaDevice(CpuDevice):
         self.graphs = None
         self.replay_events: list[tuple[Any, Any]] | None = None  # a list here collects start and end of each replay
         self._notes: list[str] = []
+        self._peer_memory: PeerMemory | None = None
 
     def active(self) -> AbstractContextManager[Any]:
         return torch.cuda.device(self.torch_device)
 
-    def optimize(self, model: nn.Module) -> None:
-        pointwise.install_kernels(model)
-        small_batch.install_kernels(model)
+    def optimize(self, runner: "ModelRunner", config: Config) -> None:
+        if runner.tp.size > 1:
+            with runner.timed("peers"):
+                self._meet_peers(runner, config.max_num_seqs)
+        pointwise.install_kernels(runner.model, runner.tp)
+        small_batch.install_kernels(runner.model)
+
+    def _meet_peers(self, runner: "ModelRunner", max_num_seqs: int) -> None:
+        """Give the ranks their faster way to add up rows, if each can write the memory of all others."""
+        tp, width, dtype = runner.tp, runner.model_config.hidden_size, runner.dtype
+        sent_bytes = _SENT_BYTES_OF_TWO if tp.size == 2 else _SENT_BYTES
+        max_rows = max(small_batch.MAX_ROWS, sent_bytes // ((tp.size - 1) * width * dtype.itemsize))
+        shape = width, max_rows, max_num_seqs, dtype
+        self._peer_memory = PeerMemory(PeerBuffers.patterns(tp.size, *shape), tp)
+        if self._peer_memory.addresses:
+            peers = PeerBuffers(tp.rank, self._peer_memory.addresses, *shape, self.torch_device)
+            if tp.least(self._is_right(peers, tp)):
+                tp.peers = peers
+                return
+            self._peer_memory.close()
+        logger.info(
+            f"{self.torch_device} cannot write the memory of other ranks' GPUs, so NCCL does all of their exchange. "
+            f"{self._peer_memory.problem}"
+        )
+
+    def _is_right(self, peers: PeerBuffers, tp: TensorParallel) -> bool:
+        """Return whether sums through the peers' memory come, and are right; on some machines they do not."""
+        rows = torch.arange(4 * peers.width).view(4, -1) % 64
+        sums = [peers.all_reduce(((rows + turn) * (tp.rank + 1)).to(peers.dtype)) for turn in range(4)]
+        done = torch.cuda.Event()
+        done.record()
+        deadline = time.monotonic() + _ANSWER_S
+        while not done.query() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        if not done.query():
+            peers.abort()
+        weight = tp.size * (tp.size + 1) // 2
+        return all(torch.allclose(x.double(), (rows + i).double() * weight, rtol=0.01) for i, x in enumerate(sums))
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
         """See `CpuDevice`; through pinned memory, which the allocator keeps until the copy is done."""
@@ -109,6 +154,10 @@ class CudaDevice(CpuDevice):
 
     def close(self) -> None:
         self.graphs = None
+        if self._peer_memory is not None:
+            with contextlib.suppress(RuntimeError):  # of a device that is lost
+                torch.cuda.synchronize()
+            self._peer_memory.close()
         torch.cuda.empty_cache()
 
     def describe(self) -> str:

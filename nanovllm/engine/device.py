@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from nanovllm.config import Config
 from nanovllm.engine.decode_state import DecodeRows, DecodeState
@@ -38,9 +37,9 @@ class CpuDevice:
         """Return a context in which this device is the current one."""
         return nullcontext()
 
-    def optimize(self, model: nn.Module) -> None:
+    def optimize(self, runner: "ModelRunner", config: Config) -> None:
         """Put the device's own kernels in the place of plain torch."""
-        pack_linear_weights(model)
+        pack_linear_weights(runner.model)
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
         """Return a host array's content on the device, without waiting."""

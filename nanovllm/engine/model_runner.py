@@ -102,7 +102,7 @@ class ModelRunner:
             else:
                 load_model(self.model, folder)
         weight_mb = sum(p.numel() * p.element_size() for p in self.model.parameters()) / 1e6
-        self.device_ops.optimize(self.model)
+        self.device_ops.optimize(self, config)
         self.num_blocks = self.allocate_kv_cache(config)
         self.device_ops.capture(self, config)
         blocks = f"{self.num_blocks} KV blocks of {self.block_size} tokens ({self.kv_cache.nbytes / 1e6:.1f} MB)"

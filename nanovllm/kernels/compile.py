@@ -85,7 +85,8 @@ def _launches(runner: "ModelRunner", max_num_seqs: int, max_model_len: int) -> I
     norm, act_fn = modules[TritonRMSNorm], modules[TritonSiluAndMul]
     x = torch.zeros(1, len(norm.weight), dtype=dtype, device=device)
     wide = torch.zeros(1, len(modules[MergedColumnParallelLinear].weight), dtype=dtype, device=device)
-    # Those for few rows, where they are installed. Nothing here waits for other ranks, as whole layers would.
+    # Those for few rows, where they are installed. What waits for other ranks is one row each time, so that they may
+    # launch in another order.
     mlp = next(module for module in runner.model.modules() if isinstance(module, Qwen3MLP))
     if isinstance(attention.qkv_proj, FewRowsQKVLinear):
         yield lambda: few_rows_linear(x, attention.qkv_proj.weight)
@@ -96,6 +97,9 @@ def _launches(runner: "ModelRunner", max_num_seqs: int, max_model_len: int) -> I
             yield functools.partial(add_parts, layer.weight)
     yield lambda: norm(x)
     yield lambda: norm(x, x)
+    if runner.tp.peers is not None:
+        zeros = torch.zeros(1, dtype=torch.float32, device=device)
+        yield lambda: runner.tp.pick(zeros.long(), zeros)
     yield lambda: act_fn(wide)
     yield lambda: state.advance(torch.zeros(1, dtype=torch.int64, device=device))
     nothing = np.zeros((0, 0), np.int32)

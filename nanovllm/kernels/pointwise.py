@@ -8,54 +8,75 @@ import triton
 import triton.language as tl
 from torch import nn
 
+from nanovllm.kernels.all_reduce import all_reduce_row
 from nanovllm.kernels.launch import dependent_launch, wait_for_inputs
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.models.qwen3 import Qwen3Attention
 from nanovllm.utils.context import get_context
+from nanovllm.utils.parallel import SINGLE, TensorParallel
 
 
 @triton.jit(do_not_specialize=["part_stride"])
-def _rms_norm_kernel(x, residual, weight, out, new_residual, eps, part_stride, SIZE: tl.constexpr, PAD: tl.constexpr,
-                     HAS_RESIDUAL: tl.constexpr, NUM_PARTS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def _rms_norm_kernel(x, residual, weight, out, new_residual, eps, part_stride, pointers, turns, stop,
+                     SIZE: tl.constexpr, PAD: tl.constexpr, HAS_RESIDUAL: tl.constexpr, NUM_PARTS: tl.constexpr,
+                     RANK: tl.constexpr, RANKS: tl.constexpr, MAX_ROWS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * SIZE
     columns = tl.arange(0, PAD)
     mask = columns < SIZE
+    gain = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
     value = tl.load(x + row + columns, mask=mask, other=0.0).to(tl.float32)
     for part in tl.static_range(1, NUM_PARTS):
         value += tl.load(x + part * part_stride + row + columns, mask=mask, other=0.0)
     if HAS_RESIDUAL:
-        value += tl.load(residual + row + columns, mask=mask, other=0.0).to(tl.float32)
+        before = tl.load(residual + row + columns, mask=mask, other=0.0).to(tl.float32)
+        if RANKS > 1:
+            value = all_reduce_row(value, tl.program_id(0), columns, mask, pointers, turns, stop,
+                                   out.dtype.element_ty, SIZE, RANK, RANKS, MAX_ROWS)  # fmt: skip
+        value += before
         tl.store(new_residual + row + columns, value.to(out.dtype.element_ty), mask=mask)
     scale = tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps)
-    normed = value * scale * tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + row + columns, normed.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + row + columns, (value * scale * gain).to(out.dtype.element_ty), mask=mask)
+
+
+_ALONE = {"pointers": None, "turns": None, "stop": None, "RANK": 0, "RANKS": 1, "MAX_ROWS": 1}
 
 
 class TritonRMSNorm(RMSNorm):
     """`RMSNorm` in one kernel a call; inputs are left as they are."""
+
+    tp: TensorParallel = SINGLE
 
     def rms_forward(self, x: torch.Tensor) -> torch.Tensor:
         """See `RMSNorm.rms_forward`."""
         return self._run(x, None)[0]
 
     def add_rms_forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `RMSNorm.add_rms_forward`; ``x`` may be in float32 parts, [num_parts, num_tokens, hidden]."""
+        """See `RMSNorm.add_rms_forward`.
+
+        ``x`` may be in float32 parts, [num_parts, num_tokens, hidden], and is this rank's share where
+        `TensorParallel.sums_in_norm` says so.
+        """
         return self._run(x, residual)
 
     def _run(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         assert x.is_contiguous() and (residual is None or residual.is_contiguous())
         size = x.size(-1)
         pad = triton.next_power_of_2(size)
-        like = x if residual is None else residual
-        out = torch.empty_like(like)
+        like = x.view(-1, size) if residual is None else residual
+        out, num_rows = torch.empty_like(like), len(like)
         total = out if residual is None else torch.empty_like(like)
-        _rms_norm_kernel[(out.numel() // size,)](
-            x, like, self.weight, out, total, self.eps, out.numel(), SIZE=size, PAD=pad,
-            HAS_RESIDUAL=residual is not None, NUM_PARTS=x.numel() // out.numel(), num_warps=_warps(pad),
-            **dependent_launch(x))  # fmt: skip
-        return out, total
+        step, ranks = num_rows, _ALONE
+        if residual is not None and self.tp.sums_in_norm(num_rows):
+            step, ranks = self.tp.peers.max_rows, self.tp.peers.arguments()
+        for first in range(0, num_rows, step):
+            rows = slice(first, first + step)
+            _rms_norm_kernel[(len(out[rows]),)](
+                x[..., rows, :], like[rows], self.weight, out[rows], total[rows], self.eps, out.numel(), **ranks,
+                SIZE=size, PAD=pad, HAS_RESIDUAL=residual is not None, NUM_PARTS=x.numel() // out.numel(),
+                num_warps=_warps(pad), **dependent_launch(x))  # fmt: skip
+        return out.view(x.shape if residual is None else like.shape), total
 
 
 @triton.jit
@@ -144,12 +165,14 @@ class TritonQwen3Attention(Qwen3Attention):
         return q, k, v
 
 
-def install_kernels(model: nn.Module) -> None:
-    """Let a CUDA model's pointwise work run in these kernels instead of plain torch."""
+def install_kernels(model: nn.Module, tp: TensorParallel = SINGLE) -> None:
+    """Let a rank's CUDA model do its pointwise work in these kernels instead of plain torch."""
     for module in model.modules():
         for kernel_class in (TritonRMSNorm, TritonSiluAndMul, TritonQwen3Attention):
             if type(module) is kernel_class.__base__:
                 module.__class__ = kernel_class  # the same parameters, other methods
+        if isinstance(module, TritonRMSNorm):
+            module.tp = tp
 
 
 def _warps(elements: int) -> int:

@@ -109,12 +109,13 @@ class FewRowsQwen3MLP(Qwen3MLP):
 
 
 def install_kernels(model: nn.Module) -> None:
-    """Let a CUDA model use these kernels wherever its weights suit them; ranks that share a model need whole sums."""
+    """Let a CUDA model use these kernels wherever its weights suit them, and a norm adds up what is in parts."""
     for module in model.modules():
         if type(module) is QKVParallelLinear and suits(module.weight):
             module.__class__ = FewRowsQKVLinear
         elif type(module) is RowParallelLinear:
-            if suits(module.weight) and module.bias is None and module.tp.size == 1:
+            adds_up_later = module.tp.size == 1 or module.tp.sums_in_norm(MAX_ROWS)
+            if suits(module.weight) and module.bias is None and adds_up_later:
                 module.__class__ = FewRowsRowLinear
         elif type(module) is Qwen3MLP and suits(module.gate_up_proj.weight):
             module.__class__ = FewRowsQwen3MLP

@@ -138,7 +138,7 @@ class QKVParallelLinear(ColumnParallelLinear):
 
 
 class RowParallelLinear(LinearBase):
-    """Input columns split over the ranks; partial sums are added over all ranks, the bias once after that."""
+    """Input columns split over the ranks; partial sums are added over all ranks, and the bias once."""
 
     def __init__(self, input_size: int, output_size: int, bias: bool = False, tp: TensorParallel = SINGLE) -> None:
         super().__init__(tp.split(input_size, "input size"), output_size, bias, tp)
@@ -152,6 +152,11 @@ class RowParallelLinear(LinearBase):
             load_shard(param, source, Shard(size * self.tp.size, self.tp.rank * size, size, 0), dim=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map this rank's part of [..., input] to the whole [..., output]."""
-        y = self.tp.all_reduce(self.multiply(x))
-        return y if self.bias is None else y + self.bias
+        """Map this rank's part of [num_tokens, input] to the whole [num_tokens, output].
+
+        Where `TensorParallel.sums_in_norm` says so, to this rank's share of it.
+        """
+        y = self.multiply(x)
+        if self.bias is not None and self.tp.rank == 0:
+            y = y + self.bias
+        return y if self.tp.sums_in_norm(len(x)) else self.tp.all_reduce(y)

@@ -26,13 +26,21 @@ _NO_WATCH = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class TensorParallel:
-    """A rank's place among those that share a model; of size 1 by default, where nothing below does anything."""
+    """A rank's place among those that share a model; of size 1 by default, where nothing below does anything.
+
+    Attributes:
+        rank: This one, from 0.
+        size: Number of ranks.
+        group: torch's process group.
+        peers: A faster way for some collectives, `PeerBuffers`, where GPUs can write each other's memory.
+    """
 
     rank: int = 0
     size: int = 1
     group: Any = None
+    peers: Any = None
 
     @classmethod
     def join(
@@ -80,13 +88,20 @@ class TensorParallel:
         return total * replicas // self.size, replicas
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum of ``x`` over all ranks (in place where there are several)."""
+        """Return the sum of ``x`` [num_rows, width] over all ranks, perhaps in place."""
+        if self.sums_in_norm(len(x)):
+            return self.peers.all_reduce(x)
         if self.size > 1:
             options = distributed.AllreduceOptions()
             if hasattr(options, "asyncOp"):
                 options.asyncOp = False  # on the stream of the kernels around it
             self._run(self.group.allreduce, [x], options)
         return x
+
+    def sums_in_norm(self, num_rows: int) -> bool:
+        """Return whether so many rows are added up by the norm behind a row-parallel layer, not by the layer."""
+        # Of two ranks all rows: there, a ring would carry as many bytes.
+        return self.peers is not None and (self.size == 2 or num_rows <= self.peers.max_rows)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return what all ranks have, [size, *x.shape]."""
@@ -119,6 +134,8 @@ class TensorParallel:
         """
         if self.size == 1:
             return tokens
+        if self.peers is not None and len(tokens) <= self.peers.max_draws:
+            return self.peers.pick(tokens, scores)
         draws = self.all_gather(torch.stack((scores.double(), tokens.double())))  # exact: [size, 2, num_rows]
         return draws[:, 1].gather(0, draws[:, 0].argmax(0, keepdim=True)).squeeze(0).long()
 
@@ -132,6 +149,8 @@ class TensorParallel:
 
     def close(self) -> None:
         """Leave the group, also in the midst of a collective that will never end; from any thread, more than once."""
+        if self.peers is not None:
+            self.peers.abort()
         if type(self.group).__name__ == "ProcessGroupNCCL":  # gloo's collectives end by themselves when a rank does
             (self.group.abort if hasattr(self.group, "abort") else self.group._shutdown)()
 
