@@ -2,6 +2,7 @@
 
 import multiprocessing
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -50,8 +51,8 @@ def make_draws(turn: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.arange(DRAWS[turn]) * 3001 + rank * 1000, scores
 
 
-def play(tp: TensorParallel, dtype: torch.dtype, turn: int) -> list[torch.Tensor]:
-    """Take part in one turn; returns a sum, a norm behind a sum with its residual, and picked tokens."""
+def prepare(tp: TensorParallel, dtype: torch.dtype, turn: int) -> Callable[[], list[torch.Tensor]]:
+    """Return what takes part in a turn, and gives a sum, a norm behind a sum with its residual, and picked tokens."""
     rows, residual = (make_rows(turn, rank, tp.size, dtype).to(DEVICE) for rank in (tp.rank, 99))
     norm = TritonRMSNorm(WIDTH, EPS).to(DEVICE, dtype)
     norm.weight.copy_(torch.linspace(0.5, 2, WIDTH))
@@ -61,11 +62,8 @@ def play(tp: TensorParallel, dtype: torch.dtype, turn: int) -> list[torch.Tensor
         share = torch.stack((rows.float() / 4, rows.float() / 2, rows.float() / 4))
     special = rows.clone()
     special[0, 1], special[-1, 2], special[0, 8] = float("inf"), float("nan"), tp.rank * 1e4
-    return [
-        tp.all_reduce(special),
-        *norm(share, residual),
-        tp.pick(*(x.to(DEVICE) for x in make_draws(turn, tp.rank))),
-    ]
+    draws = [x.to(DEVICE) for x in make_draws(turn, tp.rank)]
+    return lambda: [tp.all_reduce(special), *norm(share, residual), tp.pick(*draws)]
 
 
 def assert_right(results: list[Any], size: int, dtype: torch.dtype, turn: int) -> None:
@@ -94,7 +92,7 @@ def assert_right(results: list[Any], size: int, dtype: torch.dtype, turn: int) -
 def be_rank(rank: int, memory: list[torch.Tensor], dtype: torch.dtype, results: Any) -> None:
     torch.set_num_threads(1)
     tp = TensorParallel(rank, len(memory), peers=make_peers(rank, memory, dtype))
-    results.put((rank, [[x.float().tolist() for x in play(tp, dtype, turn)] for turn in range(len(ROWS))]))
+    results.put((rank, [[x.float().tolist() for x in prepare(tp, dtype, turn)()] for turn in range(len(ROWS))]))
 
 
 @pytest.mark.skipif(IS_GPU, reason="kernels are not interpreted where there is a GPU")
@@ -121,15 +119,21 @@ def test_processes_add_up_and_pick(size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_streams_add_up_and_pick(size: int, dtype: torch.dtype) -> None:
+    for rank in range(size):  # loading a kernel may wait for those that run, so none is loaded while another waits
+        peers = make_peers(rank, make_memory(size, dtype), dtype)
+        peers.abort()
+        for turn in (0, 3):
+            prepare(TensorParallel(rank, size, peers=peers), dtype, turn)()
     memory = make_memory(size, dtype)
     ranks = [TensorParallel(rank, size, peers=make_peers(rank, memory, dtype)) for rank in range(size)]
     streams = [torch.cuda.Stream() for _ in ranks]
-    torch.cuda.synchronize()
-    found = [[] for _ in range(len(ROWS) * 5)]
-    for turn in range(len(found)):
-        for tp, stream in zip(ranks, streams, strict=True):
+    turns = [[prepare(tp, dtype, turn % len(ROWS)) for tp in ranks] for turn in range(len(ROWS) * 5)]
+    found: list[list[list[torch.Tensor]]] = [[] for _ in turns]
+    torch.cuda.synchronize()  # a copy from the host would wait for ranks that have yet to start
+    for turn, parts in enumerate(turns):
+        for part, stream in zip(parts, streams, strict=True):
             with torch.cuda.stream(stream):
-                found[turn].append(play(tp, dtype, turn % len(ROWS)))
+                found[turn].append(part())
     torch.cuda.synchronize()
     for turn, results in enumerate(found):
         for rank in range(size):

@@ -71,9 +71,15 @@ def _launches(runner: "ModelRunner", max_num_seqs: int, max_model_len: int) -> I
         inputs = SamplingInputs(zeros.float(), torch.zeros(1, 2, dtype=torch.int64, device=device), zeros, zeros)
         runner.device_ops.sample(logits, inputs)
 
-    def add_parts(weight: torch.Tensor) -> None:
-        y = torch.zeros(1, weight.size(1), dtype=dtype, device=device)
-        norm(few_rows_linear(y, weight, in_parts=True), x)
+    def add_up() -> None:
+        """Launch what may wait for other ranks, which is why all of them do so in this order."""
+        norm(x, x)
+        for layer in (attention.o_proj, mlp.down_proj):
+            if isinstance(layer, FewRowsRowLinear):
+                y = torch.zeros(1, layer.weight.size(1), dtype=dtype, device=device)
+                norm(few_rows_linear(y, layer.weight, in_parts=True), x)
+        if runner.tp.peers is not None:
+            runner.tp.pick(torch.zeros(1, dtype=torch.int64, device=device), x.new_zeros(1).float())
 
     # One batch size for each number of splits of decode attention; the slowest to compile come first.
     sizes = {num_splits(rows, kv_heads): rows for rows in range(max_num_seqs, 0, -1)}.values()
@@ -85,21 +91,13 @@ def _launches(runner: "ModelRunner", max_num_seqs: int, max_model_len: int) -> I
     norm, act_fn = modules[TritonRMSNorm], modules[TritonSiluAndMul]
     x = torch.zeros(1, len(norm.weight), dtype=dtype, device=device)
     wide = torch.zeros(1, len(modules[MergedColumnParallelLinear].weight), dtype=dtype, device=device)
-    # Those for few rows, where they are installed. What waits for other ranks is one row each time, so that they may
-    # launch in another order.
     mlp = next(module for module in runner.model.modules() if isinstance(module, Qwen3MLP))
     if isinstance(attention.qkv_proj, FewRowsQKVLinear):
         yield lambda: few_rows_linear(x, attention.qkv_proj.weight)
     if isinstance(mlp, FewRowsQwen3MLP):
         yield lambda: few_rows_linear(x, mlp.gate_up_proj.weight, silu_and_mul=True)
-    for layer in (attention.o_proj, mlp.down_proj):
-        if isinstance(layer, FewRowsRowLinear):
-            yield functools.partial(add_parts, layer.weight)
+    yield add_up
     yield lambda: norm(x)
-    yield lambda: norm(x, x)
-    if runner.tp.peers is not None:
-        zeros = torch.zeros(1, dtype=torch.float32, device=device)
-        yield lambda: runner.tp.pick(zeros.long(), zeros)
     yield lambda: act_fn(wide)
     yield lambda: state.advance(torch.zeros(1, dtype=torch.int64, device=device))
     nothing = np.zeros((0, 0), np.int32)
