@@ -555,6 +555,48 @@ def test_a_fault_of_the_checkpoint_is_the_error_that_one_rank_gives(
     assert not caplog.records
 
 
+PLACES = [  # where a rank may die, and at which call at most
+    (TensorParallel, "join", 1),
+    (ModelRunner, "timed", 1),
+    (ModelRunner, "allocate_kv_cache", 1),
+    (TensorParallel, "least", 1),
+    (ModelRunner, "run_prefill", 4),
+    (ModelRunner, "run_decode", 20),
+    (TensorParallel, "all_reduce", 150),
+    (TensorParallel, "pick", 29),
+    (ModelRunner, "exit", 1),
+]
+DEATHS = [(kill, "SIGKILL"), (lose_connections_and_die, "SIGKILL"), (run_out_of_memory, "exit code 1")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100))
+def test_wherever_a_rank_dies_it_is_named_and_nothing_is_left(
+    seed: int, tiny_checkpoint: Checkpoint, tiny_reference: Reference, monkeypatch: pytest.MonkeyPatch, traces: Traces
+) -> None:
+    rng = random.Random(seed)
+    size = rng.choice((2, 2, 4))
+    owner, name, most = rng.choice(PLACES)
+    act, cause = rng.choice(DEATHS)
+    inject(monkeypatch, (owner, name, rng.randint(1, most), act))
+    shape, begin, llm, is_done = SHAPES["odd"], 0.0, None, False
+    prompts = make_prompts(6, shape.vocab, seed=seed)
+    try:
+        llm = make_llm(tiny_checkpoint(shape), size, max_num_batched_tokens=100)
+        for _ in range(2):
+            begin = time.monotonic()
+            outputs = llm.generate(prompts, greedy(12), use_tqdm=False)
+            assert_greedy(tiny_reference(shape), outputs)
+        is_done = True
+    except RuntimeError as error:
+        assert f"Tensor-parallel rank {size - 1} died ({cause})" in str(error)  # noqa: PT017
+        assert not begin or time.monotonic() - begin < SECONDS + 3
+    if llm is not None:
+        llm.close()
+    assert is_done == (name == "exit")
+    traces.assert_none()
+
+
 def few_blocks(*args: Any) -> int:
     return 9
 
@@ -614,21 +656,36 @@ def test_two_cards_answer_as_transformers_and_as_one_card(
 
 @pytest.mark.gpu
 @two_cards
-@pytest.mark.parametrize("can_write", [True, False])
+@pytest.mark.parametrize("fault", [None, "no memory", "no handle", "wrong sums"])
 def test_cards_that_cannot_write_each_others_memory_leave_all_to_nccl(
-    can_write: bool, tiny_checkpoint: Checkpoint, tiny_reference: Reference, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if can_write and not torch.cuda.can_device_access_peer(0, 1):
+    fault: str | None, tiny_checkpoint: Checkpoint, tiny_reference: Reference, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    if fault is None and not torch.cuda.can_device_access_peer(0, 1):
         pytest.skip("the two cards cannot write each other's memory")
-    if not can_write:  # found out by one rank, and for all
-        device = pytest.importorskip("nanovllm.engine.cuda_device").CudaDevice
+    # One rank finds out, and it is so for both.
+    device = pytest.importorskip("nanovllm.engine.cuda_device").CudaDevice
+    memory = pytest.importorskip("nanovllm.kernels.peer_memory").PeerMemory
+    if fault == "wrong sums":
         is_right = device._is_right
         monkeypatch.setattr(device, "_is_right", lambda *args: is_right(*args) and False)
+    elif fault is not None:
+        call, name = memory._call, {"no memory": "cuMemAlloc_v2", "no handle": "cuIpcOpenMemHandle_v2"}[fault]
+
+        def failing(self: Any, function: str, *args: Any) -> None:
+            if function == name:
+                raise OSError(f"{function} gave CUDA error 217")
+            call(self, function, *args)
+
+        monkeypatch.setattr(memory, "_call", failing)
+    caplog.set_level("INFO", logger="nanovllm")
     with make_llm(tiny_checkpoint(SHAPES["odd"]), 2, **CARDS, max_num_batched_tokens=4096) as llm:
-        assert (llm.engine.model_runner.tp.peers is not None) == can_write
-        prompts = make_prompts(300, SHAPES["odd"].vocab, seed=7)  # more rows at once than most launches
+        assert (llm.engine.model_runner.tp.peers is None) == (fault is not None)
+        prompts = make_prompts(300, SHAPES["odd"].vocab, seed=7)  # more rows at once than one launch adds up
         outputs = llm.generate(prompts, greedy(9), use_tqdm=False)
         assert_greedy(tiny_reference(SHAPES["odd"]), outputs)
+    assert ("so NCCL does all of their exchange" in caplog.text) == (fault is not None)
+    assert ("gave CUDA error 217" in caplog.text) == (fault in ("no memory", "no handle"))
 
 
 @pytest.mark.gpu

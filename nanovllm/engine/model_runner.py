@@ -154,10 +154,6 @@ class ModelRunner:
         counts = (-(-num_tokens // (config.max_model_len - 1)), min(config.max_num_seqs, num_tokens))
         lens = [np.full(n, num_tokens // n) + (np.arange(n) < num_tokens % n) for n in counts]
         prefill = max(peak_bytes(functools.partial(self.run_prefill, self.idle_prefill(n))) for n in lens)
-        # Each number of splits is a kernel of its own.
-        sizes = [1 << i for i in range(config.max_num_seqs.bit_length())]
-        for size in sizes if self.is_eager else ():
-            self.decode_rows(min(size, config.max_num_seqs))
         return prefill, peak_bytes(functools.partial(self.decode_rows, config.max_num_seqs))
 
     def idle_prefill(self, lens: np.ndarray) -> PrefillInput:

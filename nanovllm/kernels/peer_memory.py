@@ -33,6 +33,13 @@ class PeerMemory:
     def __init__(self, patterns: list[tuple[int, int]], tp: TensorParallel) -> None:
         self.problem = ""
         self._own, self._opened = ctypes.c_uint64(), list[ctypes.c_uint64]()
+        try:
+            self._open(patterns, tp)
+        except BaseException:  # of a rank that is lost; the caller may go on without an engine
+            self.close()
+            raise
+
+    def _open(self, patterns: list[tuple[int, int]], tp: TensorParallel) -> None:
         handle = _Handle()
         try:
             self._driver: Any = ctypes.CDLL("libcuda.so.1")
