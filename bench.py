@@ -30,6 +30,8 @@ PRESETS = {  # hidden, intermediate, layers, query heads, KV heads, tied
     "8B": (4096, 12288, 36, 32, 8, False),
 }
 
+EXCHANGE = ("all_reduce", "_pick_kernel", "nccl")  # in the names of kernels that wait for other ranks
+
 
 def parse_args(default_model: str) -> argparse.Namespace:
     """Return the command line's settings."""
@@ -191,6 +193,9 @@ def profile(llm: Any, num_rows: int, folder: Path) -> None:
         print(f"{phase}, {num_rows} rows: {steps} steps, {total_ms:.3f} ms each in kernels")
         for time_us, event in spent[:16]:
             print(f"  {time_us / steps / 1e3:8.3f} ms {event.count / steps:7.1f} calls  {event.key[:90]}")
+        exchange_us = sum(time_us for time_us, event in spent if any(word in event.key for word in EXCHANGE))
+        share = exchange_us / steps / 1e3 / total_ms
+        print(f"  {exchange_us / steps / 1e3:8.3f} ms, {share:.1%}: kernels in which ranks exchange, waiting included")
     while not llm.is_finished():
         llm.step()
 

@@ -3,6 +3,8 @@
 Each class is a heir of its twin in plain torch, whose place `install_kernels` gives it.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -17,7 +19,12 @@ from nanovllm.utils.context import get_context
 from nanovllm.utils.parallel import SINGLE, TensorParallel
 
 
-@triton.jit(do_not_specialize=["part_stride"])
+def _name(specialization: Any) -> str:
+    """Return the kernel's name in traces, where an exchange between ranks is to be seen."""
+    return "_rms_norm_kernel" if specialization.constants["RANKS"] == 1 else "_all_reduce_rms_norm_kernel"
+
+
+@triton.jit(do_not_specialize=["part_stride"], repr=_name)
 def _rms_norm_kernel(x, residual, weight, out, new_residual, eps, part_stride, pointers, turns, stop,
                      SIZE: tl.constexpr, PAD: tl.constexpr, HAS_RESIDUAL: tl.constexpr, NUM_PARTS: tl.constexpr,
                      RANK: tl.constexpr, RANKS: tl.constexpr, MAX_ROWS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
