@@ -2,6 +2,7 @@
 
 import multiprocessing
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -140,25 +141,70 @@ def test_streams_add_up_and_pick(size: int, dtype: torch.dtype) -> None:
             assert_right([x.float() for x in results[rank]], size, dtype, turn % len(ROWS))
 
 
-def test_waiting_ends_when_another_thread_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not IS_GPU:
-        monkeypatch.setattr(all_reduce, "_POLLS", type(all_reduce._POLLS)(4))  # each takes the interpreter long
-    memory = make_memory(2, torch.float32)
-    peers = make_peers(0, memory, torch.float32)
+def run_within(seconds: float, run: Callable[[], Any], peers: PeerBuffers) -> list[Any]:
+    """Return what ``run`` gives, in a list that is empty if it waits for too long."""
+    results: list[Any] = []
 
-    def wait() -> None:  # rank 1 never comes
-        peers.all_reduce(torch.ones(2, WIDTH, device=DEVICE))
-        peers.pick(torch.zeros(3, dtype=torch.int64, device=DEVICE), torch.zeros(3, device=DEVICE))
+    def work() -> None:
+        result = run()
         if IS_GPU:
             torch.cuda.synchronize()
+        results.append(result)
 
-    thread = threading.Thread(target=wait, daemon=True)
+    thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    thread.join(3)
-    assert thread.is_alive()
-    peers.abort()
-    thread.join(10)
-    assert not thread.is_alive()
+    thread.join(seconds)
+    found = list(results)
+    if thread.is_alive():
+        peers.abort()
+        thread.join(20)
+        assert not thread.is_alive(), "waiting does not end"
+    return found
+
+
+@pytest.fixture
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not IS_GPU:  # a poll takes the interpreter long
+        monkeypatch.setattr(all_reduce, "_POLLS", type(all_reduce._POLLS)(2))
+        monkeypatch.setattr(all_reduce, "_HOST_POLLS", type(all_reduce._HOST_POLLS)(4))
+
+
+@pytest.mark.usefixtures("_short_waits")
+def test_nothing_is_lost_of_a_rank_that_is_a_turn_ahead() -> None:
+    """Rank 1, written by hand, has sent the next turn's part before rank 0 takes this one's: the most that can be."""
+    memory = make_memory(2, torch.float32)
+    peers = make_peers(0, memory, torch.float32)
+    num_words = 3 * 2 * MAX_ROWS * WIDTH
+    rows = memory[0][:num_words].view(torch.float32).view(3, 2, MAX_ROWS, WIDTH)
+    draws = memory[0][num_words:].view(torch.int64).view(3, 2, MAX_DRAWS)
+    tokens, scores = torch.tensor([5, 6], device=DEVICE), torch.tensor([1.0, 2.0], device=DEVICE)
+
+    def send(turn: int) -> None:
+        rows[turn % 3, 1, :2] = 10.0 * turn + 1
+        score = 1.5 if turn % 2 else 2.5
+        draws[turn % 3, 1, :2] = (int(np.float32(score).view(np.int32)) << 32) + 100 + turn
+
+    send(0)
+    for turn in range(8):
+        send(turn + 1)
+        part = torch.full((2, WIDTH), float(turn), device=DEVICE)
+        ((total, picked),) = run_within(20, lambda x=part: (peers.all_reduce(x), peers.pick(tokens, scores)), peers)
+        assert torch.equal(total, torch.full_like(total, 11.0 * turn + 1))
+        assert picked.tolist() == ([100 + turn, 6] if turn % 2 else [100 + turn] * 2)
+
+
+@pytest.mark.usefixtures("_short_waits")
+def test_waiting_ends_when_another_thread_says_so() -> None:
+    tokens, scores = torch.zeros(3, dtype=torch.int64, device=DEVICE), torch.zeros(3, device=DEVICE)
+    part = torch.ones(2, WIDTH, device=DEVICE)
+    for name, args in ("all_reduce", (part,)), ("pick", (tokens, scores)):
+        memory = make_memory(2, torch.float32)
+        peers = make_peers(0, memory, torch.float32)
+        run = getattr(peers, name)
+        assert not run_within(1, lambda run=run, args=args: run(*args), peers)  # rank 1 never comes
+        begin = time.monotonic()
+        assert run_within(20, lambda run=run, args=args: [run(*args) for _ in range(1000 if IS_GPU else 3)], peers)
+        assert time.monotonic() - begin < 1  # all over at once, also where many steps were under way
 
 
 def test_few_rows_meet_in_memory_and_of_many_ranks_no_more() -> None:
@@ -167,3 +213,13 @@ def test_few_rows_meet_in_memory_and_of_many_ranks_no_more() -> None:
     assert two.sums_in_norm(1) and two.sums_in_norm(MAX_ROWS + 1)
     assert three.sums_in_norm(MAX_ROWS) and not three.sums_in_norm(MAX_ROWS + 1)
     assert not TensorParallel(0, 2).sums_in_norm(1)
+
+
+def test_peers_met_after_the_end_wait_for_nobody() -> None:
+    tp, peers = TensorParallel(0, 2), make_peers(0, make_memory(2, torch.float32), torch.float32)
+    tp.meet(peers)
+    assert not peers._stop.item()
+    tp.peers = None
+    tp.close()
+    tp.meet(peers)
+    assert peers._stop.item()

@@ -255,6 +255,14 @@ def test_the_highest_score_wins_and_the_lowest_rank_among_equals() -> None:
         assert picked.tolist() == expected
         assert picked.dtype == torch.int64
     assert SINGLE.pick(tokens, scores) is tokens
+    few = SimpleNamespace(max_draws=4)  # more draws than peers have places for go the long way
+    assert Gathered(0, 2, gathered=(None, other), peers=few).pick(tokens, scores).tolist() == [
+        0,
+        601,
+        2,
+        603,
+        2**24 + 1,
+    ]
 
 
 def test_parts_of_logits_stand_in_order_of_ranks_without_padding() -> None:

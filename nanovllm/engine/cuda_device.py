@@ -71,9 +71,10 @@ class CudaDevice(CpuDevice):
         self._peer_memory = PeerMemory(PeerBuffers.patterns(tp.size, *shape), tp)
         if self._peer_memory.addresses:
             peers = PeerBuffers(tp.rank, self._peer_memory.addresses, *shape, self.torch_device)
+            tp.meet(peers)
             if tp.least(self._is_right(peers, tp)):
-                tp.peers = peers
                 return
+            tp.peers = None
             self._peer_memory.close()
         logger.info(
             f"{self.torch_device} cannot write the memory of other ranks' GPUs, so NCCL does all of their exchange. "
@@ -154,11 +155,15 @@ class CudaDevice(CpuDevice):
 
     def close(self) -> None:
         self.graphs = None
-        if self._peer_memory is not None:
-            with contextlib.suppress(RuntimeError):  # of a device that is lost
-                torch.cuda.synchronize()
-            self._peer_memory.close()
-        torch.cuda.empty_cache()
+        with self.active():
+            if self._peer_memory is not None:
+                with contextlib.suppress(RuntimeError):  # of a device that is lost
+                    self.synchronize()
+                self._peer_memory.close()
+            torch.cuda.empty_cache()
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
 
     def describe(self) -> str:
         return "; " + ", ".join(self._notes) if self._notes else ""

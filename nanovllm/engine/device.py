@@ -67,6 +67,9 @@ class CpuDevice:
         """Run a captured `ModelRunner.decode_rows`: rows, logits, tokens; None if there is none."""
         return None
 
+    def synchronize(self) -> None:
+        """Wait until everything that was launched is done."""
+
     def close(self) -> None:
         """Give memory back."""
 

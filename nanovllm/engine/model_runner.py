@@ -306,8 +306,10 @@ class ModelRunner:
                 delattr(self, name)
         if hasattr(self, "device_ops"):  # not if it could not be built
             self.device_ops.graphs = None  # before the group, which waits until no graph holds its collectives
-            self.tp.close()
-            self.device_ops.close()
+            try:
+                self.tp.close()
+            finally:
+                self.device_ops.close()
 
     def __del__(self) -> None:
         if not sys.is_finalizing():

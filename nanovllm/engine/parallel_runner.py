@@ -107,6 +107,7 @@ def run_rank(rank: int, config: Config, model_config: ModelConfig, folder: Path,
     try:
         runner = ModelRunner(_config_of(rank, config), model_config, folder, tp)
         channel.serve(_Commands(runner))
+        runner.device_ops.synchronize()  # rank 0 may still be waiting for what this one's steps send
     except ConnectionError:
         time.sleep(_BLAME_S)  # the rank that died first is to be blamed
         raise

@@ -17,7 +17,9 @@ import triton.language as tl
 from nanovllm.kernels.launch import dependent_launch, wait_for_inputs
 
 _TURNS = tl.constexpr(3)
-_POLLS = tl.constexpr(8192)  # between two looks at the host's memory: some milliseconds
+_POLLS = tl.constexpr(32)  # between two looks at whether all is over
+_HOST_POLLS = tl.constexpr(8192)  # and at the host's memory: some milliseconds
+_LANES = 32  # a row has at least a column for each, since lanes that stand for one column might not see the same
 _PICK_ROWS = 32  # of one program
 
 
@@ -32,7 +34,7 @@ def _send(bits, at, mask, pointers, first_byte, EMPTY: tl.constexpr, RANK: tl.co
 
 
 @triton.jit
-def _receive(at, mask, stop, EMPTY: tl.constexpr):
+def _receive(at, mask, stop, stopped, EMPTY: tl.constexpr):
     """Load what a rank sends as soon as all of it is there, or what there is of it once ``stop`` is set."""
     bits = tl.load(at, mask=mask, other=0, volatile=True)
     state = tl.max((bits == EMPTY).to(tl.int32), 0)
@@ -40,16 +42,20 @@ def _receive(at, mask, stop, EMPTY: tl.constexpr):
     polls = 0
     while state == 1:
         polls += 1
-        # Few reads of the host's memory, by one lane: if they slowed the other ranks down, those would come to it too.
-        stopped = tl.load(stop + lanes, mask=(lanes == 0) & (polls % _POLLS == 0), other=0, volatile=True)
+        # The host's memory is far: were it read more often, that would keep the other ranks waiting, who would then
+        # read it too. What one program finds there, others find on the device.
+        known = tl.load(stopped + lanes, mask=(lanes == 0) & (polls % _POLLS == 0), other=0, volatile=True)
+        known |= tl.load(stop + lanes, mask=(lanes == 0) & (polls % _HOST_POLLS == 0), other=0, volatile=True)
         bits = tl.load(at, mask=mask, other=0, volatile=True)
-        state = tl.max((bits == EMPTY).to(tl.int32) + 2 * (stopped != 0).to(tl.int32), 0)
+        state = tl.max((bits == EMPTY).to(tl.int32) + 2 * (known != 0).to(tl.int32), 0)
+    if state > 1:
+        tl.store(stopped, 1)
     return bits
 
 
 @triton.jit
-def all_reduce_row(value, row, columns, mask, pointers, turns, stop, DTYPE: tl.constexpr, SIZE: tl.constexpr,
-                   RANK: tl.constexpr, RANKS: tl.constexpr, MAX_ROWS: tl.constexpr):  # fmt: skip
+def all_reduce_row(value, row, columns, mask, pointers, turns, stop, stopped, DTYPE: tl.constexpr,
+                   SIZE: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, MAX_ROWS: tl.constexpr):  # fmt: skip
     """Return the sum over ranks of one row, [PAD] float32; each rank's part is rounded to DTYPE before."""
     EMPTY: tl.constexpr = -(2**15) if DTYPE.primitive_bitwidth == 16 else -(2**31)
     STRIDE: tl.constexpr = MAX_ROWS * SIZE
@@ -64,14 +70,14 @@ def all_reduce_row(value, row, columns, mask, pointers, turns, stop, DTYPE: tl.c
     for source in tl.static_range(RANKS):
         tl.store(used + source * STRIDE, tl.full(bits.shape, EMPTY, bits.dtype), mask=mask)
     for source in tl.static_range(RANKS):
-        total += _receive(own + source * STRIDE, mask, stop, EMPTY).to(DTYPE, bitcast=True).to(tl.float32)
+        total += _receive(own + source * STRIDE, mask, stop, stopped, EMPTY).to(DTYPE, bitcast=True).to(tl.float32)
     tl.store(turns + row, (turn + 1) % _TURNS)
     return total
 
 
 @triton.jit
-def _all_reduce_kernel(x, out, pointers, turns, stop, SIZE: tl.constexpr, PAD: tl.constexpr, RANK: tl.constexpr,
-                       RANKS: tl.constexpr, MAX_ROWS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def _all_reduce_kernel(x, out, pointers, turns, stop, stopped, SIZE: tl.constexpr, PAD: tl.constexpr,
+                       RANK: tl.constexpr, RANKS: tl.constexpr, MAX_ROWS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     row = tl.program_id(0)
     columns = tl.arange(0, PAD)
     mask = columns < SIZE
@@ -79,12 +85,13 @@ def _all_reduce_kernel(x, out, pointers, turns, stop, SIZE: tl.constexpr, PAD: t
     at = row.to(tl.int64) * SIZE + columns
     value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     DTYPE: tl.constexpr = out.dtype.element_ty
-    total = all_reduce_row(value, row, columns, mask, pointers, turns, stop, DTYPE, SIZE, RANK, RANKS, MAX_ROWS)
+    total = all_reduce_row(value, row, columns, mask, pointers, turns, stop, stopped, DTYPE, SIZE, RANK, RANKS,
+                           MAX_ROWS)  # fmt: skip
     tl.store(out + at, total.to(DTYPE), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows", "first_byte"])
-def _pick_kernel(tokens, scores, out, num_rows, pointers, first_byte, turns, stop, RANK: tl.constexpr,
+def _pick_kernel(tokens, scores, out, num_rows, pointers, first_byte, turns, stop, stopped, RANK: tl.constexpr,
                  RANKS: tl.constexpr, MAX_ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """A score and its token travel as one word of 64 bits; no token makes it -1."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -99,15 +106,20 @@ def _pick_kernel(tokens, scores, out, num_rows, pointers, first_byte, turns, sto
     own += turn * RANKS * MAX_ROWS
     for source in tl.static_range(RANKS):
         tl.store(used + source * MAX_ROWS, tl.full((BLOCK,), -1, tl.int64), mask=mask)
-    draw = _receive(own, mask, stop, -1)
+    draw = _receive(own, mask, stop, stopped, -1)
     best = (draw >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     for source in tl.static_range(1, RANKS):
-        other = _receive(own + source * MAX_ROWS, mask, stop, -1)
+        other = _receive(own + source * MAX_ROWS, mask, stop, stopped, -1)
         score = (other >> 32).to(tl.int32).to(tl.float32, bitcast=True)
         draw = tl.where(score > best, other, draw)
         best = tl.where(score > best, score, best)
     tl.store(turns + rows, (turn + 1) % _TURNS, mask=mask)
     tl.store(out + rows, draw & 0x7FFFFFFF, mask=mask)
+
+
+def padded(width: int) -> int:
+    """Return the columns that a program takes for a row."""
+    return max(_LANES, triton.next_power_of_2(width))
 
 
 class PeerBuffers:
@@ -130,6 +142,7 @@ class PeerBuffers:
         # to what was made in inference mode.
         self._stop = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
         self._stop_word = self._stop.numpy()
+        self._stopped = torch.zeros(1, dtype=torch.int32, device=device)  # what kernels know of it
         self.pointers = torch.tensor(addresses, dtype=torch.int64, device=device)
         self._row_turns = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._draw_turns = torch.zeros(max_draws, dtype=torch.int32, device=device)
@@ -154,6 +167,7 @@ class PeerBuffers:
             "pointers": self.pointers,
             "turns": self._row_turns,
             "stop": self._stop,
+            "stopped": self._stopped,
             "RANK": self.rank,
             "RANKS": len(self.pointers),
             "MAX_ROWS": self.max_rows,
@@ -163,7 +177,7 @@ class PeerBuffers:
         """Return the sum of ``x`` [num_rows, width] over all ranks."""
         assert x.is_contiguous() and x.size(1) == self.width and x.dtype == self.dtype
         out = torch.empty_like(x)
-        pad = triton.next_power_of_2(self.width)
+        pad = padded(self.width)
         for first in range(0, len(x), self.max_rows):
             rows = slice(first, first + self.max_rows)
             _all_reduce_kernel[(len(x[rows]),)](
@@ -176,6 +190,6 @@ class PeerBuffers:
         out = torch.empty_like(tokens)
         _pick_kernel[(triton.cdiv(len(tokens), _PICK_ROWS),)](
             tokens, scores, out, len(tokens), self.pointers, self._first_draw, self._draw_turns, self._stop,
-            RANK=self.rank, RANKS=len(self.pointers), MAX_ROWS=self.max_draws, BLOCK=_PICK_ROWS, num_warps=1,
-            **dependent_launch(tokens))  # fmt: skip
+            self._stopped, RANK=self.rank, RANKS=len(self.pointers), MAX_ROWS=self.max_draws, BLOCK=_PICK_ROWS,
+            num_warps=1, **dependent_launch(tokens))  # fmt: skip
         return out

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import nn
 
-from nanovllm.kernels.all_reduce import all_reduce_row
+from nanovllm.kernels.all_reduce import all_reduce_row, padded
 from nanovllm.kernels.launch import dependent_launch, wait_for_inputs
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
@@ -25,7 +25,7 @@ def _name(specialization: Any) -> str:
 
 
 @triton.jit(do_not_specialize=["part_stride"], repr=_name)
-def _rms_norm_kernel(x, residual, weight, out, new_residual, eps, part_stride, pointers, turns, stop,
+def _rms_norm_kernel(x, residual, weight, out, new_residual, eps, part_stride, pointers, turns, stop, stopped,
                      SIZE: tl.constexpr, PAD: tl.constexpr, HAS_RESIDUAL: tl.constexpr, NUM_PARTS: tl.constexpr,
                      RANK: tl.constexpr, RANKS: tl.constexpr, MAX_ROWS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * SIZE
@@ -39,7 +39,7 @@ def _rms_norm_kernel(x, residual, weight, out, new_residual, eps, part_stride, p
     if HAS_RESIDUAL:
         before = tl.load(residual + row + columns, mask=mask, other=0.0).to(tl.float32)
         if RANKS > 1:
-            value = all_reduce_row(value, tl.program_id(0), columns, mask, pointers, turns, stop,
+            value = all_reduce_row(value, tl.program_id(0), columns, mask, pointers, turns, stop, stopped,
                                    out.dtype.element_ty, SIZE, RANK, RANKS, MAX_ROWS)  # fmt: skip
         value += before
         tl.store(new_residual + row + columns, value.to(out.dtype.element_ty), mask=mask)
@@ -47,7 +47,7 @@ def _rms_norm_kernel(x, residual, weight, out, new_residual, eps, part_stride, p
     tl.store(out + row + columns, (value * scale * gain).to(out.dtype.element_ty), mask=mask)
 
 
-_ALONE = {"pointers": None, "turns": None, "stop": None, "RANK": 0, "RANKS": 1, "MAX_ROWS": 1}
+_ALONE = {"pointers": None, "turns": None, "stop": None, "stopped": None, "RANK": 0, "RANKS": 1, "MAX_ROWS": 1}
 
 
 class TritonRMSNorm(RMSNorm):
@@ -70,11 +70,11 @@ class TritonRMSNorm(RMSNorm):
     def _run(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         assert x.is_contiguous() and (residual is None or residual.is_contiguous())
         size = x.size(-1)
-        pad = triton.next_power_of_2(size)
+        pad = padded(size)
         like = x.view(-1, size) if residual is None else residual
         out, num_rows = torch.empty_like(like), len(like)
         total = out if residual is None else torch.empty_like(like)
-        step, ranks = num_rows, _ALONE
+        step, ranks = max(1, num_rows), _ALONE
         if residual is not None and self.tp.sums_in_norm(num_rows):
             step, ranks = self.tp.peers.max_rows, self.tp.peers.arguments()
         for first in range(0, num_rows, step):

@@ -34,13 +34,15 @@ class TensorParallel:
         rank: This one, from 0.
         size: Number of ranks.
         group: torch's process group.
-        peers: A faster way for some collectives, `PeerBuffers`, where GPUs can write each other's memory.
+        peers: A faster way for some collectives, `PeerBuffers`, where GPUs can write each other's memory; see `meet`.
+        is_closed: Whether `close` was called.
     """
 
     rank: int = 0
     size: int = 1
     group: Any = None
     peers: Any = None
+    is_closed: bool = False
 
     @classmethod
     def join(
@@ -71,6 +73,12 @@ class TensorParallel:
         group = distributed.ProcessGroupGloo(store, rank, size, options)
         group._set_default_timeout(_FOR_EVER)
         return cls(rank, size, group)
+
+    def meet(self, peers: Any) -> None:
+        """Use ``peers`` from now on."""
+        self.peers = peers
+        if self.is_closed:  # meanwhile, by another thread
+            peers.abort()
 
     def split(self, total: int, what: str) -> int:
         """Return the share of ``total`` that a rank holds; ValueError if it does not divide."""
@@ -149,6 +157,7 @@ class TensorParallel:
 
     def close(self) -> None:
         """Leave the group, also in the midst of a collective that will never end; from any thread, more than once."""
+        self.is_closed = True
         if self.peers is not None:
             self.peers.abort()
         if type(self.group).__name__ == "ProcessGroupNCCL":  # gloo's collectives end by themselves when a rank does
