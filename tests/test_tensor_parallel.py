@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from test_executor import Script
-from tiny_models import TinyConfig, assert_greedy
+from tiny_models import TinyConfig, assert_greedy, reference_logits
 from traces import SECONDS, Traces, watch
 
 from nanovllm import LLM, RequestOutput, SamplingParams
@@ -255,14 +255,8 @@ def test_the_highest_score_wins_and_the_lowest_rank_among_equals() -> None:
         assert picked.tolist() == expected
         assert picked.dtype == torch.int64
     assert SINGLE.pick(tokens, scores) is tokens
-    few = SimpleNamespace(max_draws=4)  # more draws than peers have places for go the long way
-    assert Gathered(0, 2, gathered=(None, other), peers=few).pick(tokens, scores).tolist() == [
-        0,
-        601,
-        2,
-        603,
-        2**24 + 1,
-    ]
+    few = Gathered(0, 2, gathered=(None, other), peers=SimpleNamespace(max_draws=4))
+    assert few.pick(tokens, scores).tolist() == [0, 601, 2, 603, 2**24 + 1]  # it has too few places for five draws
 
 
 def test_parts_of_logits_stand_in_order_of_ranks_without_padding() -> None:
@@ -689,11 +683,119 @@ def test_cards_that_cannot_write_each_others_memory_leave_all_to_nccl(
     caplog.set_level("INFO", logger="nanovllm")
     with make_llm(tiny_checkpoint(SHAPES["odd"]), 2, **CARDS, max_num_batched_tokens=4096) as llm:
         assert (llm.engine.model_runner.tp.peers is None) == (fault is not None)
-        prompts = make_prompts(300, SHAPES["odd"].vocab, seed=7)  # more rows at once than one launch adds up
+        prompts = make_prompts(300, SHAPES["odd"].vocab, seed=7)
         outputs = llm.generate(prompts, greedy(9), use_tqdm=False)
         assert_greedy(tiny_reference(SHAPES["odd"]), outputs)
     assert ("so NCCL does all of their exchange" in caplog.text) == (fault is not None)
     assert ("gave CUDA error 217" in caplog.text) == (fault in ("no memory", "no handle"))
+
+
+def limit_launches(as_of_many: bool) -> None:
+    """Have a launch add up 20 rows, and leave more of them to several launches or, as with many ranks, to NCCL."""
+    module = pytest.importorskip("nanovllm.engine.cuda_device")
+    module._SENT_BYTES_OF_TWO = 20 * SHAPES["odd"].hidden * 4
+    if as_of_many:
+        TensorParallel.sums_in_norm = (  # type: ignore[method-assign]
+            lambda self, num_rows: self.peers is not None and num_rows <= self.peers.max_rows
+        )
+
+
+def limited_rank(as_of_many: bool, rank: int, *args: Any) -> None:
+    limit_launches(as_of_many)
+    parallel_runner_run_rank(rank, *args)
+
+
+@pytest.mark.gpu
+@two_cards
+@pytest.mark.parametrize("as_of_many", [False, True])
+def test_rows_beyond_one_launch_are_added_up_too(
+    as_of_many: bool, tiny_checkpoint: Checkpoint, tiny_reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = pytest.importorskip("nanovllm.engine.cuda_device")
+    monkeypatch.setattr(module, "_SENT_BYTES_OF_TWO", module._SENT_BYTES_OF_TWO)  # so that they come back
+    monkeypatch.setattr(TensorParallel, "sums_in_norm", TensorParallel.sums_in_norm)
+    monkeypatch.setattr(parallel_runner, "run_rank", functools.partial(limited_rank, as_of_many))
+    limit_launches(as_of_many)
+    with make_llm(tiny_checkpoint(SHAPES["odd"]), 2, **CARDS | {"max_num_seqs": 50}) as llm:
+        tp = llm.engine.model_runner.tp
+        assert tp.peers is None or (tp.peers.max_rows, tp.sums_in_norm(21)) == (20, not as_of_many)
+        outputs = llm.generate(make_prompts(70, SHAPES["odd"].vocab, seed=8), greedy(20), use_tqdm=False)
+        assert_greedy(tiny_reference(SHAPES["odd"]), outputs)
+
+
+@pytest.mark.gpu
+@two_cards
+@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_few_rows_in_16_bits_are_added_up_from_parts(
+    dtype: str, enforce_eager: bool, tiny_checkpoint: Checkpoint, tiny_reference: Reference
+) -> None:
+    shape = TinyConfig(hidden=256, layers=3, intermediate=512, head_dim=64, vocab=1101)
+    parts_of = pytest.importorskip("nanovllm.kernels.small_batch").FewRowsRowLinear
+    with make_llm(tiny_checkpoint(shape), 2, **CARDS | {"dtype": dtype}, enforce_eager=enforce_eager) as llm:
+        runner = llm.engine.model_runner
+        num_installed = sum(isinstance(module, parts_of) for module in runner.model.modules())
+        assert num_installed == (0 if runner.tp.peers is None else 6)
+        outputs = llm.generate(make_prompts(9, shape.vocab, seed=9), greedy(20), use_tqdm=False)
+    behind: list[float] = []
+    rows = [out.prompt_token_ids + out.token_ids for out in outputs]
+    for out, logits in zip(outputs, reference_logits(tiny_reference(shape), rows), strict=True):
+        chosen = logits[len(out.prompt_token_ids) - 1 : -1]
+        tokens = torch.tensor(out.token_ids).unsqueeze(1)
+        behind += (chosen.amax(1) - chosen.gather(1, tokens).squeeze(1)).tolist()
+    assert len(behind) == 180
+    # Near ties may fall otherwise; without a part of the sums nearly every token is another, and far behind.
+    assert max(behind) < (0.3 if dtype == "float16" else 1.5), sorted(behind)[-10:]
+    assert sum(x == 0 for x in behind) > 150
+
+
+@pytest.mark.gpu
+@two_cards
+@pytest.mark.parametrize("is_dead", [False, True])
+def test_trouble_in_the_first_exchange_of_the_cards_ends_the_start(
+    is_dead: bool, tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, traces: Traces
+) -> None:
+    device = pytest.importorskip("nanovllm.engine.cuda_device").CudaDevice
+    monkeypatch.setattr(device, "_is_right", device._is_right)
+    begin: list[float] = []
+
+    def note() -> None:
+        begin.append(time.monotonic())
+        if not is_dead:
+            threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    spoil(device, "_is_right", 1, note)
+    inject(monkeypatch, (device, "_is_right", 1, kill if is_dead else functools.partial(time.sleep, 60)))
+    with pytest.raises(RuntimeError if is_dead else KeyboardInterrupt) as error:
+        make_llm(tiny_checkpoint(SHAPES["odd"]), 2, **CARDS)
+    assert time.monotonic() - begin[0] < SECONDS + 3
+    assert not is_dead or "Tensor-parallel rank 1 died (SIGKILL)" in str(error.value)
+    traces.assert_none()
+
+
+@pytest.mark.gpu
+@two_cards
+def test_closing_gives_the_memory_of_both_cards_back(tiny_checkpoint: Checkpoint) -> None:
+    free = []
+    for _ in range(3):
+        with make_llm(tiny_checkpoint(SHAPES["odd"]), 2, **CARDS) as llm:
+            llm.generate([[1, 2, 3]], greedy(3), use_tqdm=False)
+        free.append([torch.cuda.mem_get_info(card)[0] for card in range(2)])
+    assert all(now > first - (32 << 20) for first, now in zip(free[0], free[-1], strict=True)), free
+
+
+@pytest.mark.gpu
+@two_cards
+def test_a_script_that_ends_with_a_step_under_way_on_its_cards_ends_well(tmp_path: Path, traces: Traces) -> None:
+    under_way = """
+llm.add_request("1 + 1 =", SamplingParams(ignore_eos=True))
+for _ in range(5): llm.step()
+"""
+    script = Script(LLM_SCRIPT.replace('"cpu"', '"cuda"') + under_way, tmp_path)
+    assert [script.read_line() for _ in range(3)] == ["begin", "start", "68, sixty-eight."]
+    code, _ = script.wait()
+    assert code == 0
+    traces.assert_none()
 
 
 @pytest.mark.gpu
