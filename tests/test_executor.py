@@ -4,6 +4,8 @@ The workers here are numpy-only and start in a tenth of a second.
 """
 
 import contextlib
+import ctypes
+import errno
 import gc
 import logging
 import multiprocessing
@@ -111,6 +113,14 @@ def work_with_trouble(rank: int, victim: int, at_start: int | None, at_end: int 
     channel.serve(Handler(rank))
     if rank == victim and at_end is not None:
         TROUBLES[at_end]()
+
+
+def hold_interpreter(rank: int, channel: Any) -> None:
+    """Once the ranks' folder is gone, let no other thread go on, as a FileStore does when its file is gone."""
+    folder = Path(channel.init_method.removeprefix("file://")).parent
+    while folder.exists():
+        time.sleep(0)
+    ctypes.PyDLL(None).sleep(1000)
 
 
 # What must not be left.
@@ -504,6 +514,69 @@ def test_a_fork_of_rank_0_leaves_the_workers_alone():
     executor.close()
 
 
+def test_a_fork_of_rank_0_cannot_use_the_workers_and_may_exit(tmp_path, traces):
+    body = """
+        executor = start(2)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                executor.call("value", np.array([3]))
+            except RuntimeError as error:
+                print(error, flush=True)
+            sys.exit(5)
+        print(os.waitpid(pid, 0)[1] >> 8, executor.call("value", np.array([4])), os.getpid(), flush=True)
+        executor.close()
+    """
+    script = Script(body, tmp_path)
+    begin, error, results = (script.read_line() for _ in range(3))
+    assert begin == "begin"
+    assert error == (
+        f"The ranks belong to process {script.process.pid}, of which this one is a fork. Use the engine there, or make "
+        "one in a process that is spawned."
+    )
+    assert results == f"5 [4] {script.process.pid}"
+    assert script.wait() == (0, "")
+    traces.assert_none()
+
+
+def test_memory_that_is_not_there_is_told_before_anything_starts(monkeypatch, traces):
+    def refuse(fd: int, offset: int, size: int) -> None:
+        assert (offset, size > 4 * (1 << 16)) == (0, True)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(RuntimeError, match=r"need \d+ bytes of shared memory .*No space left.* --shm-size"):
+        Executor(2, work)
+    traces.assert_none()
+
+
+def test_where_no_rank_can_start_it_is_told(tmp_path, traces):
+    body = """
+        def main():
+            try:
+                Executor(2, work)
+            except RuntimeError as error:
+                print(error, flush=True)
+        multiprocessing.current_process()._config["daemon"] = True
+        main()
+    """
+    script = Script(body, tmp_path)
+    assert script.read_line() == "begin"
+    assert script.read_line().startswith(
+        "A daemonic process, such as one of multiprocessing.Pool, cannot start further"
+    )
+    script.wait()
+    script = Script("executor = Executor(2, work)", tmp_path)
+    script.wait()
+    result = subprocess.run(
+        [sys.executable, "-"], input=script.path.read_text(), capture_output=True, text=True, check=False
+    )
+    assert result.stderr.splitlines()[-1] == (
+        "RuntimeError: Each rank imports the script anew, but '<stdin>' is no file. Save it to one."
+    )
+    traces.assert_none()
+
+
 def test_an_interrupt_in_a_message_leaves_no_rank_out_of_step():
     """A later call must neither take the reply of the interrupted one nor cut into its message."""
 
@@ -647,6 +720,17 @@ def test_killing_rank_0_leaves_nothing(place, tmp_path, traces):
     assert code == -signal.SIGKILL
     assert "shared_memory" not in errors
     assert "Traceback" not in errors
+
+
+def test_a_worker_that_holds_the_interpreter_ends_with_rank_0(tmp_path, traces):
+    script = Script(
+        "from test_executor import hold_interpreter\nexecutor = Executor(2, hold_interpreter)\ntime.sleep(1.5)\n"
+        "print('now', flush=True)\ntime.sleep(100)", tmp_path
+    )  # fmt: skip
+    assert (script.read_line(), script.read_line()) == ("begin", "now")
+    script.process.kill()
+    traces.assert_none()
+    script.wait()
 
 
 def test_workers_end_even_if_a_fork_of_rank_0_lives_on(tmp_path, traces):

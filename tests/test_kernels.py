@@ -254,6 +254,23 @@ def test_the_two_level_draw_equals_its_twin_row_by_row(vocab_size, dtype):
     assert torch.equal(sample(logits, narrow)[0], tokens)
 
 
+def test_the_stride_of_one_row_makes_no_kernel_of_its_own(monkeypatch):
+    """A row alone keeps the stride of what it was cut from, which the compiler would specialise for."""
+    strides = []
+
+    class Recorder:
+        def __getitem__(self, grid):
+            return lambda *args, **options: strides.extend(arg for arg in args if isinstance(arg, int) and arg > 1000)
+
+    monkeypatch.setattr("nanovllm.kernels.sampler._chunk_kernel", Recorder())
+    monkeypatch.setattr("nanovllm.kernels.sampler._draw_kernel", Recorder())
+    for num_rows in (1, 2):
+        logits = torch.zeros(num_rows, 5120, device=DEVICE)[:, :5003]
+        zeros = torch.zeros(num_rows, dtype=torch.int64, device=DEVICE)
+        sample(logits, SamplingInputs(zeros.float(), zeros.unsqueeze(1).repeat(1, 2), zeros, zeros))
+    assert strides == [5003, 5003, 5120, 5120]
+
+
 @pytest.mark.parametrize("first_chunk", [1, 2, 7, 297])
 def test_a_part_of_the_vocabulary_is_drawn_from_as_the_twin_does(first_chunk):
     num_rows = 40

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -29,7 +30,8 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.step import DecodeInput, PrefillInput, from_arrays, to_arrays
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
-from nanovllm.utils.loader import load_model
+from nanovllm.utils import parallel
+from nanovllm.utils.loader import find_checkpoint, load_model
 from nanovllm.utils.parallel import SINGLE, TensorParallel
 
 Checkpoint = Callable[[TinyConfig], Path]
@@ -599,6 +601,68 @@ def test_wherever_a_rank_dies_it_is_named_and_nothing_is_left(
     traces.assert_none()
 
 
+def rank_that_dies_connecting(*args: Any) -> None:
+    spoil(parallel, "_while_checking", 1, kill)
+    parallel_runner_run_rank(*args)
+
+
+def test_a_rank_that_dies_while_the_ranks_connect_is_named_at_once(
+    tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, traces: Traces
+) -> None:
+    begin: list[float] = []
+    monkeypatch.setattr(parallel, "_MEETING_S", 4)
+    monkeypatch.setattr(parallel, "_while_checking", parallel._while_checking)
+    spoil(parallel, "_while_checking", 1, lambda: begin.append(time.monotonic()))
+    monkeypatch.setattr(parallel_runner, "run_rank", rank_that_dies_connecting)
+    with pytest.raises(RuntimeError, match=r"rank 1 died \(SIGKILL\)"):
+        make_llm(tiny_checkpoint(SHAPES["odd"]), 2)
+    assert time.monotonic() - begin[0] < 2.5
+    traces.assert_none()
+    for thread in threading.enumerate():  # connecting ends by its own time limit alone
+        if thread.name == "nanovllm-connect":
+            thread.join(SECONDS)
+
+
+def test_a_fault_that_every_rank_finds_is_told_as_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, traces: Traces
+) -> None:
+    """Also if another rank has found it first, and is dead."""
+    shape = SHAPES["odd"]
+    folder = shape.save(tmp_path / "model", {k: v for k, v in shape.tensors().items() if "layers.1.mlp.up" not in k})
+    monkeypatch.setattr(model_runner, "load_model", model_runner.load_model)
+    spoil(model_runner, "load_model", 1, functools.partial(time.sleep, 3))
+    with pytest.raises(ValueError, match=r"Missing \(1\): model.layers.1.mlp.up_proj.weight"):
+        make_llm(folder, 2)
+
+
+def test_a_fault_of_the_tokenizer_ends_the_ranks_though_the_error_is_kept(tmp_path: Path, traces: Traces) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(find_checkpoint("embedded"), folder)
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match="tokenizer") as error:
+        make_llm(folder, 2)
+    traces.assert_none()
+    assert error.value.__traceback__ is not None
+
+
+def test_closing_leaves_neither_sockets_nor_threads(tiny_checkpoint: Checkpoint) -> None:
+    def left() -> tuple[int, int]:
+        links = [Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+        sockets = [link for link in links if link.is_symlink() and "socket" in str(link.readlink())]
+        return len(sockets), len(os.listdir("/proc/self/task"))
+
+    llms, counts = [], []
+    for _ in range(3):
+        llms.append(make_llm(tiny_checkpoint(SHAPES["odd"]), 2))
+        llms[-1].generate([[1, 2]], greedy(3), use_tqdm=False)
+        llms[-1].close()
+        deadline = time.monotonic() + SECONDS
+        while counts and left() > counts[0] and time.monotonic() < deadline:
+            time.sleep(0.05)
+        counts.append(left())
+    assert counts[-1] <= counts[0]
+
+
 def few_blocks(*args: Any) -> int:
     return 9
 
@@ -896,6 +960,26 @@ def test_a_script_without_the_guard_is_told_so(tmp_path: Path, traces: Traces) -
     assert code == 1
     assert "\nRuntimeError: Each rank of tensor_parallel_size > 1 imports the script anew" in errors
     assert errors.rstrip().endswith('the script must create its LLM under\n    if __name__ == "__main__":')
+    traces.assert_none()
+
+
+def test_a_fork_may_exit_and_the_engine_goes_on(tmp_path: Path, traces: Traces) -> None:
+    body = """
+pid = os.fork()
+if pid == 0:
+    try:
+        llm.generate(["1 + 1 ="], use_tqdm=False)
+    except RuntimeError as error:
+        print(str(error)[:27], flush=True)
+    del llm
+    sys.exit(7)
+print(os.waitpid(pid, 0)[1] >> 8, flush=True)
+print(llm.generate(["23 + 45 ="], SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)[0].text, flush=True)
+"""
+    script = Script(LLM_SCRIPT + body, tmp_path)
+    lines = [script.read_line() for _ in range(6)]
+    assert lines == ["begin", "start", "68, sixty-eight.", "The ranks belong to process", "7", "68, sixty-eight."]
+    assert script.wait() == (0, "")
     traces.assert_none()
 
 

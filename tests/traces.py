@@ -68,5 +68,5 @@ def watch(folder: Path) -> Iterator[Traces]:
         for thread in set(threading.enumerate()) - threads:
             if "nanovllm" in str(getattr(getattr(thread, "_target", None), "__module__", "")):  # not tqdm's, or torch's
                 thread.join(SECONDS)
-                assert not thread.is_alive()
+                assert not thread.is_alive(), thread
         assert set(multiprocessing.active_children()) <= children

@@ -9,6 +9,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -68,6 +69,12 @@ class Executor:
         assert num_ranks >= 2, num_ranks
         if getattr(multiprocessing.current_process(), "_inheriting", False):  # a new rank that imports the script
             raise RuntimeError(_NEEDS_GUARD)
+        if multiprocessing.current_process().daemon:  # multiprocessing forbids it by an assertion
+            raise RuntimeError("A daemonic process, such as one of multiprocessing.Pool, cannot start further ranks.")
+        main = sys.modules["__main__"]
+        script = getattr(main, "__file__", None) if getattr(main, "__spec__", None) is None else None
+        if script is not None and not os.path.exists(script):
+            raise RuntimeError(f"Each rank imports the script anew, but {script!r} is no file. Save it to one.")
         self.on_death = on_death
         self._workers = _Workers(num_ranks, worker, args, slot_bytes, grace_s)
         weakref.finalize(self, self._workers.stop)  # when this is collected, or at exit
@@ -107,6 +114,11 @@ class Executor:
             wait_s: How long to wait for such news: a collective may fail before the death behind it is known.
         """
         workers = self._workers
+        if os.getpid() != workers.owner_pid:
+            raise RuntimeError(
+                f"The ranks belong to process {workers.owner_pid}, of which this one is a fork. Use the engine there, "
+                "or make one in a process that is spawned."
+            )
         if not workers.is_stopping and (workers.died.is_set() or (wait_s and workers.died.wait(wait_s))):
             workers.failure = workers.describe(workers.dead)
             workers.stop()
@@ -139,6 +151,7 @@ class _Workers:
         ]
         self.grace_s = grace_s
         self.owner_pid = os.getpid()
+        _all_workers.add(self)
         self.died = threading.Event()  # set when a worker has ended unasked
         self.dead: list[SpawnProcess] = []  # the first to do so
         self.failure = ""
@@ -164,7 +177,8 @@ class _Workers:
             cause = next((s.name for s in signal.Signals if code == -s), f"exit code {code}")
             report = self.channel.report_of(rank)
             if report is None:
-                report = f"It had not begun to work; its own output may say why. {_NEEDS_GUARD}"
+                advice = "" if code is None or code < 0 else _NEEDS_GUARD  # who lacks it is not killed
+                report = f"It had not begun to work; its own output may say why. {advice}"
             texts.append(f"Tensor-parallel rank {rank} died ({cause}). {report}".rstrip())
         return "\n".join(texts)
 
@@ -198,6 +212,20 @@ class _Workers:
         with contextlib.suppress(TimeoutError, RuntimeError):  # the latter if interrupted in another message
             self.channel.send(EXIT, [], check)
             _join(self.processes, self.grace_s)
+
+
+_all_workers: "weakref.WeakSet[_Workers]" = weakref.WeakSet()
+
+
+def _disown_workers() -> None:
+    """In a fork of rank 0, keep multiprocessing from ending the workers when the fork exits."""
+    children: set[Any] = getattr(multiprocessing.process, "_children", set())
+    for workers in _all_workers:
+        children.difference_update(workers.processes)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_disown_workers)
 
 
 def _join(processes: SequenceOf[SpawnProcess], timeout_s: float) -> None:
@@ -235,5 +263,6 @@ def _exit_with_parent(channel: Channel) -> None:
     assert parent is not None
     while not connection.wait([parent.sentinel], 1.0) and os.getppid() == parent.pid:
         pass  # a process that rank 0 forked may hold the sentinel open, hence the second condition
+    signal.alarm(2)  # ends this process even if another thread keeps the interpreter to itself, as a FileStore does
     channel.forget()
     os._exit(1)

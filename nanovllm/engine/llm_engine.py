@@ -75,10 +75,14 @@ class LLMEngine:
             loading = pool.submit(load_tokenizer, tokenizer_folder)
             kind = ModelRunner if config.tensor_parallel_size == 1 else ParallelRunner
             runner = kind(config, model_config, folder)
-            waited = time.perf_counter()
-            tokenizer = loading.result()
-        runner.end_token_ids = end_token_ids(tokenizer, model_config)
-        self._assemble(config, model_config, tokenizer, runner)
+            try:
+                waited = time.perf_counter()
+                tokenizer = loading.result()
+                runner.end_token_ids = end_token_ids(tokenizer, model_config)
+                self._assemble(config, model_config, tokenizer, runner)
+            except BaseException:  # whoever keeps the error would keep weights, cache and ranks
+                runner.exit()
+                raise
         self.startup_s = {**runner.startup_s, "tokenizer": time.perf_counter() - waited}
         parts = ", ".join(f"{part} {seconds:.2f}" for part, seconds in self.startup_s.items())
         logger.info("Ready after %.2f s: %s", time.perf_counter() - start, parts)

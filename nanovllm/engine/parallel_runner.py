@@ -72,13 +72,15 @@ class ParallelRunner(ModelRunner):
     def _all_or_none(self, kind: type[BaseException]) -> Iterator[None]:
         """If this rank fails inside the block, end all of them, since the others would wait for it for ever.
 
-        Where another rank's death is behind it, that is the error raised.
+        Where another rank's death may be behind it, that is the error raised; what is wrong with the checkpoint or the
+        settings (ValueError) each rank finds by itself.
         """
         try:
             yield
         except kind as error:
             try:
-                self.executor.check(_NEWS_S if isinstance(error, ConnectionError) else 0.0)
+                if isinstance(error, RuntimeError | ConnectionError):
+                    self.executor.check(_NEWS_S if isinstance(error, ConnectionError) else 0.0)
             finally:
                 self.executor.close(f"Rank 0 failed, so all ranks were stopped; make a new engine. It was: {error!r}")
                 super().exit()  # ends collectives that are still under way on its device

@@ -95,13 +95,15 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs, first_id: int = 0) -> t
     maxima, masses = (torch.empty(num_rows, num_chunks, dtype=torch.float32, device=logits.device) for _ in range(2))
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     scores = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    # That of one row may be anything, and each kind of stride is a kernel of its own.
+    stride = logits.stride(0) if num_rows > 1 else vocab_size
     _chunk_kernel[(triton.cdiv(num_chunks, _CHUNKS_PER_PROGRAM), num_rows)](
-        logits, inputs.temperatures, maxima, masses, num_chunks, logits.stride(0), VOCAB=vocab_size,
+        logits, inputs.temperatures, maxima, masses, num_chunks, stride, VOCAB=vocab_size,
         CHUNK=CHUNK_SIZE, CHUNKS=_CHUNKS_PER_PROGRAM, num_warps=8)  # fmt: skip
     assert inputs.keys.is_contiguous()
     _draw_kernel[(num_rows,)](
         logits, inputs.temperatures, inputs.keys, inputs.positions,
-        inputs.sample_indices, maxima, masses, tokens, scores, num_chunks, logits.stride(0),
+        inputs.sample_indices, maxima, masses, tokens, scores, num_chunks, stride,
         first_id // CHUNK_SIZE, VOCAB=vocab_size, CHUNK=CHUNK_SIZE, PAD_CHUNKS=triton.next_power_of_2(num_chunks),
         num_warps=4)  # fmt: skip
     return tokens, scores

@@ -4,9 +4,13 @@ A group of processes belongs to one engine and is no global state of torch's, so
 groups do not meet. Ranks share one host; all of them call the same methods in the same order.
 """
 
+import ctypes
 import os
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -62,6 +66,9 @@ class TensorParallel:
         while not store.check([f"rank {other}" for other in range(size)]):
             check()
             time.sleep(0.01)
+        # NCCL connects at the first collective only, which a rank may come to late; gloo at once.
+        meeting = timedelta(seconds=_MEETING_S)
+        store.set_timeout(_FOR_EVER if is_cuda else meeting)
         if is_cuda:
             options = distributed.ProcessGroupNCCL.Options()
             options._timeout = _FOR_EVER
@@ -69,10 +76,13 @@ class TensorParallel:
                 return cls(rank, size, distributed.ProcessGroupNCCL(store, rank, size, options))
         options = distributed.ProcessGroupGloo._Options()
         options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        options._timeout = timedelta(seconds=_MEETING_S)
-        group = distributed.ProcessGroupGloo(store, rank, size, options)
+        options._timeout = meeting
+        group = _while_checking(lambda: distributed.ProcessGroupGloo(store, rank, size, options), check)
         group._set_default_timeout(_FOR_EVER)
         return cls(rank, size, group)
+
+    def __post_init__(self) -> None:
+        _all.add(self)
 
     def meet(self, peers: Any) -> None:
         """Use ``peers`` from now on."""
@@ -83,7 +93,9 @@ class TensorParallel:
     def split(self, total: int, what: str) -> int:
         """Return the share of ``total`` that a rank holds; ValueError if it does not divide."""
         if total % self.size:
-            raise ValueError(f"{what}={total} does not divide by tensor_parallel_size={self.size}.")
+            raise ValueError(
+                f"{what}={total} does not divide by tensor_parallel_size={self.size}. Take one that divides it."
+            )
         return total // self.size
 
     def split_kv_heads(self, total: int) -> tuple[int, int]:
@@ -91,7 +103,8 @@ class TensorParallel:
         replicas = max(1, self.size // total)
         if total * replicas % self.size:
             raise ValueError(
-                f"num_key_value_heads={total} neither divides by tensor_parallel_size={self.size} nor divides it."
+                f"num_key_value_heads={total} neither divides by tensor_parallel_size={self.size} nor divides it. Take "
+                "a tensor_parallel_size that divides it, or a multiple of it."
             )
         return total * replicas // self.size, replicas
 
@@ -164,7 +177,36 @@ class TensorParallel:
             (self.group.abort if hasattr(self.group, "abort") else self.group._shutdown)()
 
 
+_all: "weakref.WeakSet[TensorParallel]" = weakref.WeakSet()
 SINGLE = TensorParallel()
+
+
+def _keep_groups() -> None:
+    """In a fork, keep groups for ever: to destroy one is to wait for its threads, which the fork does not have."""
+    for tp in _all:
+        if tp.group is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(tp.group))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_keep_groups)
+
+
+def _while_checking(build: Callable[[], Any], check: Callable[[], None]) -> Any:
+    """Return what ``build`` returns, and meanwhile call ``check``, which may raise; Ctrl-C gets through too."""
+    results: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            results.set_result(build())
+        except BaseException as error:
+            results.set_exception(error)
+
+    threading.Thread(target=work, name="nanovllm-connect", daemon=True).start()
+    while not results.done():
+        check()
+        time.sleep(0.01)
+    return results.result()
 
 
 @contextmanager
