@@ -66,9 +66,6 @@ class TensorParallel:
         while not store.check([f"rank {other}" for other in range(size)]):
             check()
             time.sleep(0.01)
-        # NCCL connects at the first collective only, which a rank may come to late; gloo at once.
-        meeting = timedelta(seconds=_MEETING_S)
-        store.set_timeout(_FOR_EVER if is_cuda else meeting)
         if is_cuda:
             options = distributed.ProcessGroupNCCL.Options()
             options._timeout = _FOR_EVER
@@ -76,7 +73,8 @@ class TensorParallel:
                 return cls(rank, size, distributed.ProcessGroupNCCL(store, rank, size, options))
         options = distributed.ProcessGroupGloo._Options()
         options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        options._timeout = meeting
+        options._timeout = timedelta(seconds=_MEETING_S)
+        store.set_timeout(options._timeout)
         group = _while_checking(lambda: distributed.ProcessGroupGloo(store, rank, size, options), check)
         group._set_default_timeout(_FOR_EVER)
         return cls(rank, size, group)
