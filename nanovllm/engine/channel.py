@@ -145,6 +145,12 @@ class Channel:
             self._memory.unlink()
         shutil.rmtree(self._folder, ignore_errors=True)
 
+    def abandon(self) -> None:
+        """`forget` in a process that is about to end, and of which another thread may keep the interpreter for long."""
+        with contextlib.suppress(OSError):
+            os.posix_spawnp("rm", ["rm", "-rf", "--", self._folder], os.environ)
+        self.forget()
+
     def close(self) -> None:
         """Give back this process' share; rank 0 does so when no worker lives."""
         if self.rank == 0:

@@ -264,5 +264,5 @@ def _exit_with_parent(channel: Channel) -> None:
     while not connection.wait([parent.sentinel], 1.0) and os.getppid() == parent.pid:
         pass  # a process that rank 0 forked may hold the sentinel open, hence the second condition
     signal.alarm(2)  # ends this process even if another thread keeps the interpreter to itself, as a FileStore does
-    channel.forget()
+    channel.abandon()
     os._exit(1)
