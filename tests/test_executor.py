@@ -620,7 +620,11 @@ class Script:
         self.errors = tmp_path / "errors"
         with self.errors.open("w") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, self.path], stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+                [sys.executable, "-W", "ignore::DeprecationWarning", self.path],  # of forks, since 3.12
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,
             )
 
     def read_line(self) -> str:
@@ -724,7 +728,8 @@ def test_killing_rank_0_leaves_nothing(place, tmp_path, traces):
 
 def test_a_worker_that_holds_the_interpreter_ends_with_rank_0(tmp_path, traces):
     script = Script(
-        "from test_executor import hold_interpreter\nexecutor = Executor(2, hold_interpreter)\ntime.sleep(1.5)\n"
+        "from test_executor import hold_interpreter\nexecutor = Executor(2, hold_interpreter)\n"
+        "while executor._channel.report_of(1) is None: time.sleep(0.01)\ntime.sleep(0.2)\n"
         "print('now', flush=True)\ntime.sleep(100)", tmp_path
     )  # fmt: skip
     assert (script.read_line(), script.read_line()) == ("begin", "now")

@@ -83,18 +83,29 @@ class Channel:
         self._num_slots = 0  # sent or received since the start
         self._is_sending = False
         self._poll_s = _POLL_S if (os.cpu_count() or 1) >= num_ranks else 0.0
-        self._filled, self._free, self._replied = (
-            [context.Semaphore(count) for _ in self._workers] for count in (0, _RING, 0)
-        )
         size = self._worker_start(num_ranks) + _RING * (_SLOT.size + slot_bytes)
         # Nobody keeps a view of the memory: each access is a copy, so that it can be given back at any time.
         self._folder = tempfile.mkdtemp(prefix="nanovllm-")
         self.init_method = f"file://{self._folder}/rendezvous"
         try:
-            self._memory: Any = _shared_memory(f"nanovllm_{secrets.token_hex(8)}", size)
-        except BaseException:
+            memory: Any = SharedMemory(f"nanovllm_{secrets.token_hex(8)}", create=True, size=size)
+            self._memory = memory
+            if hasattr(os, "posix_fallocate"):  # of what is only promised, the first write would end the process
+                os.posix_fallocate(memory._fd, 0, size)
+            self._filled, self._free, self._replied = (
+                [context.Semaphore(count) for _ in self._workers] for count in (0, _RING, 0)
+            )
+        except BaseException as error:
+            if hasattr(self, "_memory"):
+                self._memory.unlink()
+                self._memory.close()
             shutil.rmtree(self._folder, ignore_errors=True)
-            raise
+            if not isinstance(error, OSError):
+                raise
+            raise RuntimeError(
+                f"The ranks of tensor_parallel_size > 1 need {size} bytes of shared memory (/dev/shm on Linux), which "
+                f"cannot be had: {error}. Free some of it, or make it larger (docker run --shm-size)."
+            ) from error
 
     def _worker_start(self, rank: int) -> int:
         return (rank - 1) * (_WORKER.size + _REPORT_BYTES)
@@ -198,24 +209,6 @@ class Channel:
         start = self._worker_start(self.rank)
         self._memory.buf[start + _WORKER.size : start + _WORKER.size + len(report)] = report
         _WORKER.pack_into(self._memory.buf, start, True, value, len(report))
-
-
-def _shared_memory(name: str, size: int) -> SharedMemory:
-    """Return memory that is there: of what a file system only promises, the first write would end the process."""
-    memory = None
-    try:
-        memory = SharedMemory(name, create=True, size=size)
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(memory._fd, 0, size)  # type: ignore[attr-defined]
-    except OSError as error:
-        if memory is not None:
-            memory.unlink()
-            memory.close()
-        raise RuntimeError(
-            f"The ranks of tensor_parallel_size > 1 need {size} bytes of shared memory (/dev/shm on Linux), which "
-            f"cannot be had: {error}. Free some of it, or make it larger (docker run --shm-size)."
-        ) from error
-    return memory
 
 
 def _wait(semaphores: list[Semaphore], check: Check) -> None:

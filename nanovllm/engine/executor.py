@@ -5,6 +5,7 @@ ends. It knows nothing of tensors; what a rank does is the worker function's mat
 """
 
 import contextlib
+import faulthandler
 import logging
 import multiprocessing
 import os
@@ -71,9 +72,7 @@ class Executor:
             raise RuntimeError(_NEEDS_GUARD)
         if multiprocessing.current_process().daemon:  # multiprocessing forbids it by an assertion
             raise RuntimeError("A daemonic process, such as one of multiprocessing.Pool, cannot start further ranks.")
-        main = sys.modules["__main__"]
-        script = getattr(main, "__file__", None) if getattr(main, "__spec__", None) is None else None
-        if script is not None and not os.path.exists(script):
+        if script := _missing_script():
             raise RuntimeError(f"Each rank imports the script anew, but {script!r} is no file. Save it to one.")
         self.on_death = on_death
         self._workers = _Workers(num_ranks, worker, args, slot_bytes, grace_s)
@@ -214,6 +213,16 @@ class _Workers:
             _join(self.processes, self.grace_s)
 
 
+def _missing_script() -> str:
+    """Return the script that a new process would fail to import, or "" if there is none such."""
+    main = sys.modules["__main__"]
+    script = getattr(main, "__file__", None) if getattr(main, "__spec__", None) is None else None
+    if script is None or getattr(sys, "frozen", False):
+        return ""
+    folder = getattr(multiprocessing.process, "ORIGINAL_DIR", None) or ""  # of a relative path, as the new process does
+    return "" if os.path.exists(os.path.join(folder, script)) else script
+
+
 _all_workers: "weakref.WeakSet[_Workers]" = weakref.WeakSet()
 
 
@@ -263,6 +272,7 @@ def _exit_with_parent(channel: Channel) -> None:
     assert parent is not None
     while not connection.wait([parent.sentinel], 1.0) and os.getppid() == parent.pid:
         pass  # a process that rank 0 forked may hold the sentinel open, hence the second condition
-    signal.alarm(2)  # ends this process even if another thread keeps the interpreter to itself, as a FileStore does
+    # Ends this process even if another thread keeps the interpreter to itself, as a FileStore does.
+    faulthandler.dump_traceback_later(2, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
     channel.abandon()
     os._exit(1)

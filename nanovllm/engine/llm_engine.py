@@ -4,6 +4,7 @@ It owns tokenizer, scheduler and model runner and works alone, request by reques
 `LLM`'s matter.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -81,7 +82,8 @@ class LLMEngine:
                 runner.end_token_ids = end_token_ids(tokenizer, model_config)
                 self._assemble(config, model_config, tokenizer, runner)
             except BaseException:  # whoever keeps the error would keep weights, cache and ranks
-                runner.exit()
+                with contextlib.suppress(Exception):  # of a lost card, say; the first error is to be told
+                    runner.exit()
                 raise
         self.startup_s = {**runner.startup_s, "tokenizer": time.perf_counter() - waited}
         parts = ", ".join(f"{part} {seconds:.2f}" for part, seconds in self.startup_s.items())

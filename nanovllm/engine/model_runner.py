@@ -304,7 +304,7 @@ class ModelRunner:
         for name in ("model", "kv_cache", "decode_state"):
             if hasattr(self, name):
                 delattr(self, name)
-        if hasattr(self, "device_ops"):  # not if it could not be built
+        if hasattr(self, "device_ops") and not self.tp.is_in_fork:  # not if it could not be built
             self.device_ops.graphs = None  # before the group, which waits until no graph holds its collectives
             try:
                 self.tp.close()

@@ -42,10 +42,11 @@ class ParallelRunner(ModelRunner):
     def __init__(self, config: Config, model_config: ModelConfig, folder: Path) -> None:
         size = config.tensor_parallel_size
         self.executor = Executor(size, run_rank, (config, model_config, folder), slot_bytes=_SLOT_BYTES)
-        with self._all_or_none(BaseException):
+        with self._all_or_none(BaseException, own=ValueError):
             is_cuda = config.device != "cpu"
             tp = TensorParallel.join(0, size, self.executor.init_method, is_cuda, self.executor.check)
             self.executor.on_death = tp.close
+            self.executor.check()  # for a death before that
             super().__init__(_config_of(0, config), model_config, folder, tp)
             self.executor.wait_ready()
 
@@ -69,17 +70,17 @@ class ParallelRunner(ModelRunner):
         super().exit()
 
     @contextmanager
-    def _all_or_none(self, kind: type[BaseException]) -> Iterator[None]:
+    def _all_or_none(self, kind: type[BaseException], own: type[Exception] | tuple[()] = ()) -> Iterator[None]:
         """If this rank fails inside the block, end all of them, since the others would wait for it for ever.
 
-        Where another rank's death may be behind it, that is the error raised; what is wrong with the checkpoint or the
-        settings (ValueError) each rank finds by itself.
+        Where another rank's death may be behind it, that is the error raised; not behind errors of the kind ``own``, as
+        of the checkpoint or the settings, which each rank finds by itself.
         """
         try:
             yield
         except kind as error:
             try:
-                if isinstance(error, RuntimeError | ConnectionError):
+                if isinstance(error, Exception) and not isinstance(error, own):
                     self.executor.check(_NEWS_S if isinstance(error, ConnectionError) else 0.0)
             finally:
                 self.executor.close(f"Rank 0 failed, so all ranks were stopped; make a new engine. It was: {error!r}")

@@ -43,9 +43,9 @@ def _receive(at, mask, stop, stopped, EMPTY: tl.constexpr):
     while state == 1:
         polls += 1
         # The host's memory is far: were it read more often, that would keep the other ranks waiting, who would then
-        # read it too. What one program finds there, others find on the device.
-        known = tl.load(stopped + lanes, mask=(lanes == 0) & (polls % _POLLS == 0), other=0, volatile=True)
-        known |= tl.load(stop + lanes, mask=(lanes == 0) & (polls % _HOST_POLLS == 0), other=0, volatile=True)
+        # read it too. What one program finds there, others find on the device. By one lane, every so many polls.
+        known = tl.load(stopped + lanes, mask=lanes + polls % _POLLS == 0, other=0, volatile=True)
+        known |= tl.load(stop + lanes, mask=lanes + polls % _HOST_POLLS == 0, other=0, volatile=True)
         bits = tl.load(at, mask=mask, other=0, volatile=True)
         state = tl.max((bits == EMPTY).to(tl.int32) + 2 * (known != 0).to(tl.int32), 0)
     if state > 1:

@@ -80,7 +80,13 @@ class TensorParallel:
         return cls(rank, size, group)
 
     def __post_init__(self) -> None:
+        self._pid = os.getpid()
         _all.add(self)
+
+    @property
+    def is_in_fork(self) -> bool:
+        """Whether this process is a fork of the rank's, which has no right to any of this."""
+        return self.size > 1 and os.getpid() != self._pid
 
     def meet(self, peers: Any) -> None:
         """Use ``peers`` from now on."""
@@ -136,7 +142,10 @@ class TensorParallel:
 
     def least(self, number: int) -> int:
         """Return the least number of any rank."""
-        return int(self.all_gather(torch.tensor([number], dtype=torch.int64)).min())
+        least = int(self.all_gather(torch.tensor([number], dtype=torch.int64)).min())
+        if self.is_closed:  # NCCL was aborted meanwhile, and left anything
+            raise ConnectionError(f"Tensor-parallel rank {self.rank} has lost another one.")
+        return least
 
     def whole_logits(self, part: torch.Tensor, vocab_size: int) -> torch.Tensor:
         """Put the ranks' parts of logits, [num_rows, width], together to [num_rows, vocab_size]."""
@@ -168,6 +177,8 @@ class TensorParallel:
 
     def close(self) -> None:
         """Leave the group, also in the midst of a collective that will never end; from any thread, more than once."""
+        if self.size == 1 or self.is_in_fork:
+            return
         self.is_closed = True
         if self.peers is not None:
             self.peers.abort()
