@@ -84,11 +84,11 @@ class Channel:
         self._is_sending = False
         self._poll_s = _POLL_S if (os.cpu_count() or 1) >= num_ranks else 0.0
         size = self._worker_start(num_ranks) + _RING * (_SLOT.size + slot_bytes)
-        # Nobody keeps a view of the memory: each access is a copy, so that it can be given back at any time.
         self._folder = tempfile.mkdtemp(prefix="nanovllm-")
         self.init_method = f"file://{self._folder}/rendezvous"
         try:
             memory: Any = SharedMemory(f"nanovllm_{secrets.token_hex(8)}", create=True, size=size)
+            # Nobody keeps a view of the memory: each access is a copy, so that it can be given back at any time.
             self._memory = memory
             if hasattr(os, "posix_fallocate"):  # of what is only promised, the first write would end the process
                 os.posix_fallocate(memory._fd, 0, size)

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.launch import dependent_launch, wait_for_inputs
+from nanovllm.kernels.launch import dependent_launch, wait_for_inputs, warps_for
 
 _TURNS = tl.constexpr(3)
 _POLLS = tl.constexpr(32)  # between two looks at whether all is over
@@ -182,7 +182,7 @@ class PeerBuffers:
             rows = slice(first, first + self.max_rows)
             _all_reduce_kernel[(len(x[rows]),)](
                 x[rows], out[rows], **self.arguments(), SIZE=self.width, PAD=pad,
-                num_warps=max(1, min(16, pad // 512)), **dependent_launch(x))  # fmt: skip
+                num_warps=warps_for(pad), **dependent_launch(x))  # fmt: skip
         return out
 
     def pick(self, tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,11 @@ def wait_for_inputs(PDL: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
 
 
+def warps_for(elements: int) -> int:
+    """Return how many warps a program of pointwise work on so many elements takes."""
+    return max(1, min(16, elements // 512))
+
+
 def dependent_launch(x: torch.Tensor) -> dict[str, Any]:
     """Return the options of a launch on the device of ``x``, whose kernel calls `wait_for_inputs`."""
     return _options(x.device)

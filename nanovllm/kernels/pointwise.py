@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import nn
 
 from nanovllm.kernels.all_reduce import all_reduce_row, padded
-from nanovllm.kernels.launch import dependent_launch, wait_for_inputs
+from nanovllm.kernels.launch import dependent_launch, wait_for_inputs, warps_for
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.models.qwen3 import Qwen3Attention
@@ -82,7 +82,7 @@ class TritonRMSNorm(RMSNorm):
             _rms_norm_kernel[(len(out[rows]),)](
                 x[..., rows, :], like[rows], self.weight, out[rows], total[rows], self.eps, out.numel(), **ranks,
                 SIZE=size, PAD=pad, HAS_RESIDUAL=residual is not None, NUM_PARTS=x.numel() // out.numel(),
-                num_warps=_warps(pad), **dependent_launch(x))  # fmt: skip
+                num_warps=warps_for(pad), **dependent_launch(x))  # fmt: skip
         return out.view(x.shape if residual is None else like.shape), total
 
 
@@ -167,7 +167,7 @@ class TritonQwen3Attention(Qwen3Attention):
             qkv, self.q_norm.weight, self.k_norm.weight, self.rotary_emb.cos_sin_cache, positions,
             get_context().slot_mapping, self.attn.k_cache, self.attn.v_cache, self.q_norm.eps, HEADS=self.num_heads,
             KV_HEADS=self.num_kv_heads, HEAD_DIM=self.head_dim, PAD_HEADS=pad_heads, PAD_HALF=pad_half,
-            num_warps=_warps(pad_heads * pad_half), **dependent_launch(qkv))  # fmt: skip
+            num_warps=warps_for(pad_heads * pad_half), **dependent_launch(qkv))  # fmt: skip
         q, k, v = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         return q, k, v
 
@@ -180,7 +180,3 @@ def install_kernels(model: nn.Module, tp: TensorParallel = SINGLE) -> None:
                 module.__class__ = kernel_class  # the same parameters, other methods
         if isinstance(module, TritonRMSNorm):
             module.tp = tp
-
-
-def _warps(elements: int) -> int:
-    return max(1, min(16, elements // 512))
