@@ -58,6 +58,10 @@ ENGINES: list[tuple[str, int, dict[str, Any]]] = [
     ("small", 4, {"num_kvcache_blocks": 12, "lookahead": 1, **TIGHT}),
 ]
 
+CARDS = {"device": "cuda", "dtype": "float32", "max_model_len": 256, "max_num_seqs": 24, "gpu_memory_utilization": 0.2}
+two_cards = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+on_two_cards = pytest.param("cuda", marks=[pytest.mark.gpu, two_cards])
+
 
 def make_llm(folder: Path, size: int, **knobs: Any) -> LLM:
     return LLM(str(folder), **{"device": "cpu", "max_model_len": 600, "tensor_parallel_size": size} | knobs)
@@ -646,7 +650,8 @@ def test_a_fault_of_the_tokenizer_ends_the_ranks_though_the_error_is_kept(tmp_pa
     assert error.value.__traceback__ is not None
 
 
-def test_closing_leaves_neither_sockets_nor_threads(tiny_checkpoint: Checkpoint) -> None:
+@pytest.mark.parametrize("device", ["cpu", on_two_cards])
+def test_closing_leaves_neither_sockets_nor_threads(device: str, tiny_checkpoint: Checkpoint) -> None:
     def left() -> tuple[int, int]:
         links = [Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
         sockets = [link for link in links if link.is_symlink() and "socket" in str(link.readlink())]
@@ -654,7 +659,7 @@ def test_closing_leaves_neither_sockets_nor_threads(tiny_checkpoint: Checkpoint)
 
     llms, counts = [], []
     for _ in range(3):
-        llms.append(make_llm(tiny_checkpoint(SHAPES["odd"]), 2))
+        llms.append(make_llm(tiny_checkpoint(SHAPES["odd"]), 2, **(CARDS if device == "cuda" else {})))
         llms[-1].generate([[1, 2]], greedy(3), use_tqdm=False)
         llms[-1].close()
         deadline = time.monotonic() + SECONDS
@@ -687,15 +692,10 @@ def test_the_pool_is_the_least_of_all_ranks(
 
 # Cards.
 
-CARDS = {"device": "cuda", "dtype": "float32", "max_model_len": 256, "max_num_seqs": 24, "gpu_memory_utilization": 0.2}
-
 
 def go_on(llm: LLM) -> None:
     while True:
         llm.generate([[1, 2, 3]] * 20, greedy(200), use_tqdm=False)
-
-
-two_cards = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 
 @pytest.mark.gpu
@@ -964,20 +964,22 @@ def test_a_script_without_the_guard_is_told_so(tmp_path: Path, traces: Traces) -
     traces.assert_none()
 
 
-def test_a_fork_may_exit_and_the_engine_goes_on(tmp_path: Path, traces: Traces) -> None:
-    body = """
+@pytest.mark.parametrize("ending", ["del llm", "llm.close()"])
+@pytest.mark.parametrize("device", ["cpu", on_two_cards])
+def test_a_fork_may_exit_and_the_engine_goes_on(device: str, ending: str, tmp_path: Path, traces: Traces) -> None:
+    body = f"""
 pid = os.fork()
 if pid == 0:
     try:
         llm.generate(["1 + 1 ="], use_tqdm=False)
     except RuntimeError as error:
         print(str(error)[:27], flush=True)
-    del llm
+    {ending}
     sys.exit(7)
 print(os.waitpid(pid, 0)[1] >> 8, flush=True)
 print(llm.generate(["23 + 45 ="], SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)[0].text, flush=True)
 """
-    script = Script(LLM_SCRIPT + body, tmp_path)
+    script = Script(LLM_SCRIPT.replace('"cpu"', f'"{device}"') + body, tmp_path)
     lines = [script.read_line() for _ in range(6)]
     assert lines == ["begin", "start", "68, sixty-eight.", "The ranks belong to process", "7", "68, sixty-eight."]
     assert script.wait() == (0, "")

@@ -79,8 +79,8 @@ class LLMEngine:
             try:
                 waited = time.perf_counter()
                 tokenizer = loading.result()
-                runner.end_token_ids = end_token_ids(tokenizer, model_config)
                 self._assemble(config, model_config, tokenizer, runner)
+                runner.end_token_ids = self.end_token_ids
             except BaseException:  # whoever keeps the error would keep weights, cache and ranks
                 with contextlib.suppress(Exception):  # of a lost card, say; the first error is to be told
                     runner.exit()
@@ -104,7 +104,7 @@ class LLMEngine:
         self.model_config = model_config
         self.tokenizer = tokenizer
         self.model_runner = runner
-        self.end_token_ids = end_token_ids(tokenizer, model_config)
+        self.end_token_ids: frozenset[int] = end_token_ids(tokenizer, model_config)
         self.default_sampling_params = default_sampling_params(model_config)
         self._request_ids, self._seq_ids = itertools.count(), itertools.count()
         self._stats = dict.fromkeys(

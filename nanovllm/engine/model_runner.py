@@ -308,8 +308,7 @@ class ModelRunner:
             self.device_ops.graphs = None  # before the group, which waits until no graph holds its collectives
             try:
                 self.tp.close()
-                if self.device.type == "cpu":
-                    self.tp.group = None  # gloo's sockets and threads end with it
+                self.tp.group = None  # its sockets and threads end with it
             finally:
                 self.device_ops.close()
 

@@ -182,8 +182,9 @@ class TensorParallel:
         self.is_closed = True
         if self.peers is not None:
             self.peers.abort()
-        if type(self.group).__name__ == "ProcessGroupNCCL":  # gloo's collectives end by themselves when a rank does
-            (self.group.abort if hasattr(self.group, "abort") else self.group._shutdown)()
+        group = self.group  # another thread may let go of it
+        if type(group).__name__ == "ProcessGroupNCCL":  # gloo's collectives end by themselves when a rank does
+            (group.abort if hasattr(group, "abort") else group._shutdown)()
 
 
 _all: "weakref.WeakSet[TensorParallel]" = weakref.WeakSet()
