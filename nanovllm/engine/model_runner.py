@@ -7,6 +7,7 @@ sequences run.
 import dataclasses
 import functools
 import logging
+import os
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator
@@ -67,6 +68,7 @@ class ModelRunner:
 
     def __init__(self, config: Config, model_config: ModelConfig, folder: Path, tp: TensorParallel = SINGLE) -> None:
         self.tp = tp
+        self._pid = os.getpid()
         self.model_config = model_config
         self.end_token_ids: Collection[int] = ()  # the tokens that `min_tokens` holds back; set by the engine
         self.dtype: torch.dtype = getattr(torch, config.dtype)
@@ -304,7 +306,7 @@ class ModelRunner:
         for name in ("model", "kv_cache", "decode_state"):
             if hasattr(self, name):
                 delattr(self, name)
-        if hasattr(self, "device_ops") and not self.tp.is_in_fork:  # not if it could not be built
+        if hasattr(self, "device_ops") and os.getpid() == self._pid:  # not if it could not be built, nor in a fork
             self.device_ops.graphs = None  # before the group, which waits until no graph holds its collectives
             try:
                 self.tp.close()

@@ -4,11 +4,9 @@ A group of processes belongs to one engine and is no global state of torch's, so
 groups do not meet. Ranks share one host; all of them call the same methods in the same order.
 """
 
-import ctypes
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -17,6 +15,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+
+from nanovllm.utils.forks import keep_in_forks
 
 distributed: Any = torch.distributed  # its classes are not all in its stubs
 
@@ -80,13 +80,7 @@ class TensorParallel:
         return cls(rank, size, group)
 
     def __post_init__(self) -> None:
-        self._pid = os.getpid()
-        _all.add(self)
-
-    @property
-    def is_in_fork(self) -> bool:
-        """Whether this process is a fork of the rank's, which has no right to any of this."""
-        return self.size > 1 and os.getpid() != self._pid
+        keep_in_forks(self)
 
     def meet(self, peers: Any) -> None:
         """Use ``peers`` from now on."""
@@ -177,7 +171,7 @@ class TensorParallel:
 
     def close(self) -> None:
         """Leave the group, also in the midst of a collective that will never end; from any thread, more than once."""
-        if self.size == 1 or self.is_in_fork:
+        if self.size == 1:
             return
         self.is_closed = True
         if self.peers is not None:
@@ -187,19 +181,7 @@ class TensorParallel:
             (group.abort if hasattr(group, "abort") else group._shutdown)()
 
 
-_all: "weakref.WeakSet[TensorParallel]" = weakref.WeakSet()
 SINGLE = TensorParallel()
-
-
-def _keep_groups() -> None:
-    """In a fork, keep groups for ever: to destroy one is to wait for its threads, which the fork does not have."""
-    for tp in _all:
-        if tp.group is not None:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(tp.group))
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_keep_groups)
 
 
 def _while_checking(build: Callable[[], Any], check: Callable[[], None]) -> Any:
