@@ -859,8 +859,7 @@ for _ in range(5): llm.step()
 """
     script = Script(LLM_SCRIPT.replace('"cpu"', '"cuda"') + under_way, tmp_path)
     assert [script.read_line() for _ in range(3)] == ["begin", "start", "68, sixty-eight."]
-    code, _ = script.wait()
-    assert code == 0
+    assert script.wait() == (0, "")  # NCCL would complain of a group that is not closed
     traces.assert_none()
 
 

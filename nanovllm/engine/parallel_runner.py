@@ -4,10 +4,12 @@ Every rank runs the same steps, of which rank 0 sends the flat arrays. Requests 
 tokens: each rank has them on its own device.
 """
 
+import atexit
 import dataclasses
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
@@ -41,6 +43,7 @@ class ParallelRunner(ModelRunner):
 
     def __init__(self, config: Config, model_config: ModelConfig, folder: Path) -> None:
         size = config.tensor_parallel_size
+        _runners.add(self)
         self.executor = Executor(size, run_rank, (config, model_config, folder), slot_bytes=_SLOT_BYTES)
         with self._all_or_none(BaseException, own=ValueError):
             is_cuda = config.device != "cpu"
@@ -86,6 +89,16 @@ class ParallelRunner(ModelRunner):
                 self.executor.close(f"Rank 0 failed, so all ranks were stopped; make a new engine. It was: {error!r}")
                 super().exit()  # ends collectives that are still under way on its device
             raise
+
+
+_runners: "weakref.WeakSet[ParallelRunner]" = weakref.WeakSet()
+
+
+@atexit.register
+def _exit_all() -> None:
+    """End what nobody has closed, as long as Python and the device can still do so in order."""
+    for runner in list(_runners):
+        runner.exit()
 
 
 class _CheckedPromise:
