@@ -82,6 +82,10 @@ def raise_error() -> None:
     raise ValueError("the weights do not fit")
 
 
+def raise_lone_surrogate() -> None:
+    raise ValueError("no such file: /data/\udcff")
+
+
 def raise_long_error() -> None:
     raise ValueError("begin " + 30_000 * "ä" + " end")
 
@@ -93,13 +97,15 @@ TROUBLES = [
     lambda: sys.exit("no such device"),
     lambda: os.kill(os.getpid(), signal.SIGKILL),
     lambda: time.sleep(1000),
+    raise_lone_surrogate,
 ]
-RAISE, RAISE_LONG, EXIT_3, SYS_EXIT, KILL, HANG = range(len(TROUBLES))
+RAISE, RAISE_LONG, EXIT_3, SYS_EXIT, KILL, HANG, RAISE_SURROGATE = range(len(TROUBLES))
 ENDS = [
     (RAISE, "exit code 1", "ValueError: the weights do not fit"),
     (EXIT_3, "exit code 3", ""),
     (SYS_EXIT, "exit code 1", "SystemExit: no such device"),
     (KILL, "SIGKILL", ""),
+    (RAISE_SURROGATE, "exit code 1", r"ValueError: no such file: /data/\udcff"),
 ]
 
 
@@ -285,14 +291,15 @@ def test_a_message_takes_microseconds():
     executor.close()
 
 
-def test_once_all_serve_nothing_has_a_name_but_semaphores(traces):
+def test_once_all_serve_nothing_has_a_name(traces):
     executor = Executor(3, work)
     folder = Path(executor.init_method.removeprefix("file://")).parent
     assert folder.parent == traces.folder and folder.stat().st_mode & 0o777 == 0o700
     assert any(name.startswith("nanovllm_") for name in traces.found())
     executor.wait_ready()
     assert not folder.exists()
-    assert all(name.startswith("sem.") for name in os.listdir("/dev/shm") if traces.tag in name)
+    assert not any(traces.tag in name for name in os.listdir("/dev/shm"))
+    assert executor.call("value", np.array([2])) == [2, 4]
     executor.close()
 
 
@@ -493,6 +500,25 @@ def interrupted(*args: Any) -> None:
     raise KeyboardInterrupt
 
 
+def test_threads_that_close_at_once_do_it_once(monkeypatch):
+    executor, closed = start(2), list[int]()
+    close = executor._channel.close
+
+    def close_slowly() -> None:
+        closed.append(1)
+        time.sleep(0.2)
+        close()
+
+    monkeypatch.setattr(executor._channel, "close", close_slowly)
+    threads = [threading.Thread(target=executor.close) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+        assert executor._workers.is_stopped
+    assert closed == [1]
+
+
 def test_a_hook_that_holds_its_owner_does_not_keep_it_alive(traces):
     owner = SimpleNamespace()
     owner.on_death = lambda owner=owner: owner.executor
@@ -545,8 +571,34 @@ def test_memory_that_is_not_there_is_told_before_anything_starts(monkeypatch, tr
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
-    with pytest.raises(RuntimeError, match=r"need \d+ bytes of shared memory .*No space left.* --shm-size"):
+    with pytest.raises(
+        RuntimeError, match=r"need semaphores and \d+ bytes of shared memory .*No space left.* --shm-size"
+    ):
         Executor(2, work)
+    traces.assert_none()
+
+
+def test_a_start_without_file_descriptors_leaves_nothing(tmp_path, traces):
+    """Also where multiprocessing's resource tracker does not run yet."""
+    body = """
+        import resource
+        used = len(os.listdir("/proc/self/fd")) - 1
+        causes = set()
+        for more in range(12):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (used + more, 4096))
+            try:
+                Executor(2, work)
+            except (OSError, RuntimeError) as error:
+                causes.add(str(error))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
+        print(*causes, flush=True)
+    """
+    script = Script(body, tmp_path)
+    assert script.read_line() == "begin"
+    causes = script.read_line()
+    assert "shared memory (/dev/shm on Linux), which cannot be had: [Errno 24] Too many open files." in causes
+    assert "--shm-size" not in causes
+    assert script.wait() == (0, "")
     traces.assert_none()
 
 
@@ -599,8 +651,11 @@ def test_an_interrupt_in_a_message_leaves_no_rank_out_of_step():
 class Script:
     """A script in a session of its own, all of whose output is kept."""
 
-    def __init__(self, body: str, tmp_path: Path, *, guard: bool = True) -> None:
+    def __init__(
+        self, body: str, tmp_path: Path, *, guard: bool = True, first: str = "", cwd: Path | None = None
+    ) -> None:
         head = f"""
+            {first}
             import os, sys, time, signal, multiprocessing
             sys.path[:0] = [{str(HERE.parent)!r}, {str(HERE)!r}]
             import numpy as np
@@ -625,6 +680,7 @@ class Script:
                 stderr=errors,
                 text=True,
                 start_new_session=True,
+                cwd=cwd,
             )
 
     def read_line(self) -> str:
@@ -663,7 +719,16 @@ def test_a_script_that_never_closes_ends_well(tmp_path, traces):
         traces.assert_none()
 
 
-def test_a_process_of_the_user_may_be_rank_0(tmp_path):
+def test_at_exit_the_workers_end_before_multiprocessing_ends_them(tmp_path, traces):
+    """Its hook runs before an earlier one of weakref's; a worker that it ends would leave this folder behind."""
+    first = "import tempfile; folder = tempfile.TemporaryDirectory()"
+    script = Script("executor = start(3)", tmp_path, first=first)
+    assert script.wait() == (0, "")
+    traces.assert_none()
+
+
+@pytest.mark.parametrize("scope", ["", "global executor"])
+def test_a_process_of_the_user_may_be_rank_0(scope, tmp_path):
     body = """
         context = multiprocessing.get_context(sys.argv[1] if sys.argv[1:] else "spawn")
         process = context.Process(target=main)
@@ -674,7 +739,8 @@ def test_a_process_of_the_user_may_be_rank_0(tmp_path):
     script = Script(body, tmp_path)
     text = script.path.read_text()
     script.wait()
-    main = "def main():\n    executor = start(2)\n    assert executor.call('value', np.array([4])) == [4]\n"
+    main = f"def main():\n    {scope}\n    executor = start(2)\n"
+    main += "    assert executor.call('value', np.array([4])) == [4]\n"
     for method in ("spawn", "fork", "forkserver"):
         script.path.write_text(text.replace("if __name__", main + "\nif __name__"))
         result = subprocess.run(
@@ -724,6 +790,44 @@ def test_killing_rank_0_leaves_nothing(place, tmp_path, traces):
     assert code == -signal.SIGKILL
     assert "shared_memory" not in errors
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT])
+@pytest.mark.parametrize("place", WAITS)
+def test_what_a_terminal_sends_to_all_processes_leaves_nothing(place, number, tmp_path, traces):
+    script = Script("\n".join(WAITS[place]), tmp_path)
+    assert (script.read_line(), script.read_line()) == ("begin", "now")
+    time.sleep(0.1)
+    os.killpg(script.process.pid, number)
+    traces.assert_none()
+    code, errors = script.wait()
+    assert code == -number
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("place", [place for place in WAITS if place != "for a start"])
+def test_killing_all_processes_at_once_leaves_nothing(place, tmp_path, traces):
+    script = Script("\n".join(WAITS[place]), tmp_path)
+    assert (script.read_line(), script.read_line()) == ("begin", "now")
+    os.killpg(script.process.pid, signal.SIGKILL)
+    traces.assert_none()
+    script.wait()
+
+
+def test_a_death_without_exit_code_is_told(tmp_path, traces):
+    """Where the system forgets children at once, as some services have it."""
+    body = """
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        executor = start(2)
+        executor.send("trouble", np.array([1]), np.array([4]))
+        try:
+            executor.check(wait_s=5)
+        except RuntimeError as error:
+            print(error, flush=True)
+    """
+    script = Script(body, tmp_path)
+    assert [script.read_line() for _ in range(2)] == ["begin", "Tensor-parallel rank 1 died (cause unknown)."]
+    script.wait()
 
 
 def test_a_worker_that_holds_the_interpreter_ends_with_rank_0(tmp_path, traces):

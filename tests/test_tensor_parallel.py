@@ -24,7 +24,7 @@ from tiny_models import TinyConfig, assert_greedy, reference_logits
 from traces import SECONDS, Traces, watch
 
 from nanovllm import LLM, RequestOutput, SamplingParams
-from nanovllm.engine import model_runner, parallel_runner
+from nanovllm.engine import executor, model_runner, parallel_runner
 from nanovllm.engine.channel import encode
 from nanovllm.engine.device import CpuDevice
 from nanovllm.engine.model_runner import ModelRunner
@@ -340,6 +340,27 @@ def test_one_card_by_its_number_is_refused_for_several_ranks(
         make_llm(tiny_checkpoint(SHAPES["odd"]), 2, device="cuda:1")
 
 
+def test_ranks_share_the_cores_and_get_an_absolute_folder(
+    tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, told, counts = tiny_checkpoint(SHAPES["odd"]), list[Any](), list[int]()
+    make = parallel_runner.Executor
+    monkeypatch.setattr(parallel_runner, "Executor", lambda *args, **kwargs: told.append(args) or make(*args, **kwargs))
+    monkeypatch.setattr(ModelRunner, "run_prefill", ModelRunner.run_prefill)
+    spoil(ModelRunner, "run_prefill", 1, lambda: counts.append(torch.get_num_threads()))
+    monkeypatch.chdir(folder.parent)
+    before = torch.get_num_threads()
+    torch.set_num_threads(5)
+    try:
+        with make_llm(Path(folder.name), 2) as llm:
+            llm.generate([[1, 2, 3]], greedy(2), use_tqdm=False)
+            assert torch.get_num_threads() == 5
+    finally:
+        torch.set_num_threads(before)
+    assert counts == [2]
+    assert told[0][2][2:] == (folder, 2)
+
+
 def test_ranks_have_a_card_each() -> None:
     config = parallel_runner.Config("m", device="cuda", tensor_parallel_size=2)
     assert [parallel_runner._config_of(rank, config).device for rank in (0, 1)] == ["cuda:0", "cuda:1"]
@@ -510,22 +531,41 @@ def interrupt() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
+def alarm() -> None:
+    signal.raise_signal(signal.SIGALRM)
+
+
 def interrupt_twice() -> None:
     interrupt()
     interrupt()
 
 
+@pytest.fixture
+def timeout() -> Iterator[None]:
+    """Have an alarm raise TimeoutError, as callers do to limit the time of a call."""
+
+    def end(number: int, frame: Any) -> None:
+        raise TimeoutError
+
+    previous = signal.signal(signal.SIGALRM, end)
+    yield
+    signal.signal(signal.SIGALRM, previous)
+
+
+@pytest.mark.usefixtures("timeout")
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_ctrl_c_in_a_step_leaves_the_ranks_in_step(
+def test_ctrl_c_or_an_alarm_in_a_step_leaves_the_ranks_in_step(
     lookahead: int, tiny_checkpoint: Checkpoint, tiny_reference: Reference
 ) -> None:
-    shape, handler = SHAPES["odd"], signal.getsignal(signal.SIGINT)
+    shape, signals = SHAPES["odd"], (signal.SIGINT, signal.SIGALRM)
+    handlers = [signal.getsignal(number) for number in signals]
     prompts = make_prompts(12, shape.vocab, seed=4)
     with make_llm(tiny_checkpoint(shape), 2, lookahead=lookahead, max_num_batched_tokens=50) as llm:
         for number in (1, 4, 6, 23, 40):  # in a chunk, in a decode step
-            with spoilt_all_reduce(number, interrupt), pytest.raises(KeyboardInterrupt):
+            act, error = (alarm, TimeoutError) if number % 2 else (interrupt, KeyboardInterrupt)
+            with spoilt_all_reduce(number, act), pytest.raises(error):
                 llm.generate(prompts, greedy(15), use_tqdm=False)
-            assert signal.getsignal(signal.SIGINT) is handler
+            assert [signal.getsignal(number) for number in signals] == handlers
             assert llm.is_finished()
             assert_greedy(tiny_reference(shape), llm.generate(prompts[number % 5 :], greedy(9), use_tqdm=False))
 
@@ -538,6 +578,66 @@ def test_a_second_ctrl_c_does_not_wait_and_ends_all_ranks(tiny_checkpoint: Check
     with pytest.raises(RuntimeError, match=r"make a new engine. It was: KeyboardInterrupt"):
         llm.generate([[1, 2, 3]], greedy(3), use_tqdm=False)
     llm.close()
+
+
+def test_of_two_signals_in_a_step_neither_is_lost() -> None:
+    came: list[int] = []
+    numbers = signal.SIGALRM, signal.SIGTERM
+    previous = [signal.signal(number, lambda number, frame: came.append(number)) for number in numbers]
+    try:
+        with parallel_runner._interrupt_at_end():
+            for number in numbers:
+                signal.raise_signal(number)
+            assert came == []
+            signal.raise_signal(numbers[0])
+            assert came == [numbers[0]]  # a second of a kind does not wait
+        assert came == [numbers[0], *numbers]
+    finally:
+        for number, handler in zip(numbers, previous, strict=True):
+            signal.signal(number, handler)
+
+
+def test_ctrl_c_before_the_first_rank_starts_leaves_nothing(
+    tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, traces: Traces
+) -> None:
+    channel = executor.Channel
+
+    def interrupted_channel(*args: Any) -> Any:
+        made = channel(*args)
+        interrupt()
+        return made
+
+    monkeypatch.setattr(executor, "Channel", interrupted_channel)
+    with pytest.raises(KeyboardInterrupt) as error:
+        make_llm(tiny_checkpoint(SHAPES["odd"]), 2)
+    traces.assert_none()
+    assert error.value.__traceback__ is not None  # which holds what was made
+
+
+def test_a_close_that_was_interrupted_can_be_called_again(
+    tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, traces: Traces
+) -> None:
+    llm = make_llm(tiny_checkpoint(SHAPES["odd"]), 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(executor, "_join", lambda *args: interrupt())
+        with pytest.raises(KeyboardInterrupt):
+            llm.close()
+    assert hasattr(llm.engine.model_runner, "model")
+    llm.close()
+    assert not hasattr(llm.engine.model_runner, "model")
+    traces.assert_none()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_closing_in_another_thread_ends_a_call(size: int, tiny_checkpoint: Checkpoint, traces: Traces) -> None:
+    for delay_s in (0.0, 0.03, 0.1):
+        llm = make_llm(tiny_checkpoint(SHAPES["odd"]), size)
+        timer = threading.Timer(delay_s, llm.close)
+        timer.start()
+        with pytest.raises(RuntimeError, match="closed"):
+            go_on(llm)
+        timer.join()
+        traces.assert_none()
 
 
 @pytest.mark.parametrize("act", [interrupt, run_out_of_memory])

@@ -9,14 +9,15 @@ semaphore call a memory barrier, so nothing here rests on the order in which a C
 """
 
 import contextlib
+import errno
 import os
 import secrets
-import shutil
 import struct
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
+from multiprocessing import resource_tracker, util
 from multiprocessing.context import SpawnContext
 from multiprocessing.shared_memory import SharedMemory
 from multiprocessing.synchronize import Semaphore
@@ -87,10 +88,12 @@ class Channel:
         self._folder = tempfile.mkdtemp(prefix="nanovllm-")
         self.init_method = f"file://{self._folder}/rendezvous"
         try:
+            resource_tracker.ensure_running()  # first: of what it does not get to know, nothing is removed at the end
             memory: Any = SharedMemory(f"nanovllm_{secrets.token_hex(8)}", create=True, size=size)
             # Nobody keeps a view of the memory: each access is a copy, so that it can be given back at any time.
             self._memory = memory
-            if hasattr(os, "posix_fallocate"):  # of what is only promised, the first write would end the process
+            # Of what is only promised, the first write would end the process. Python gives no other way to the file.
+            if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(memory._fd, 0, size)
             self._filled, self._free, self._replied = (
                 [context.Semaphore(count) for _ in self._workers] for count in (0, _RING, 0)
@@ -99,12 +102,14 @@ class Channel:
             if hasattr(self, "_memory"):
                 self._memory.unlink()
                 self._memory.close()
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._remove_folder()
             if not isinstance(error, OSError):
                 raise
+            is_full = error.errno in (errno.ENOSPC, errno.ENOMEM)
             raise RuntimeError(
-                f"The ranks of tensor_parallel_size > 1 need {size} bytes of shared memory (/dev/shm on Linux), which "
-                f"cannot be had: {error}. Free some of it, or make it larger (docker run --shm-size)."
+                f"The ranks of tensor_parallel_size > 1 need semaphores and {size} bytes of shared memory (/dev/shm on "
+                f"Linux), which cannot be had: {error}."
+                f"{' Free some of it, or make it larger (docker run --shm-size).' if is_full else ''}"
             ) from error
 
     def _worker_start(self, rank: int) -> int:
@@ -154,7 +159,15 @@ class Channel:
         """Remove what has a name in the file system, and is not needed once every worker serves."""
         with contextlib.suppress(FileNotFoundError):
             self._memory.unlink()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._remove_folder()
+        if self.rank == 0:
+            _forget_names(semaphore for kind in (self._filled, self._free, self._replied) for semaphore in kind)
+
+    def _remove_folder(self) -> None:
+        with contextlib.suppress(OSError):  # these calls need no file descriptor, of which there may be none left
+            os.unlink(f"{self._folder}/rendezvous")
+        with contextlib.suppress(OSError):
+            os.rmdir(self._folder)
 
     def abandon(self) -> None:
         """`forget` in a process that is about to end, and of which another thread may keep the interpreter for long."""
@@ -203,12 +216,21 @@ class Channel:
 
     def report(self, text: str) -> None:
         """Leave the end of ``text`` for rank 0 to read after this worker's death."""
-        self._answer(0, text.encode()[-_REPORT_BYTES:])
+        self._answer(0, text.encode(errors="backslashreplace")[-_REPORT_BYTES:])
 
     def _answer(self, value: int, report: bytes = b"") -> None:
         start = self._worker_start(self.rank)
         self._memory.buf[start + _WORKER.size : start + _WORKER.size + len(report)] = report
         _WORKER.pack_into(self._memory.buf, start, True, value, len(report))
+
+
+def _forget_names(semaphores: Iterable[Semaphore]) -> None:
+    """Run at once what multiprocessing would do at the end: a group of processes that is killed leaves no name then."""
+    names = {getattr(getattr(semaphore, "_semlock", None), "name", None) for semaphore in semaphores} - {None}
+    for finalizer in list(getattr(util, "_finalizer_registry", {}).values()):
+        args = getattr(finalizer, "_args", None)
+        if args and isinstance(args[0], str) and args[0] in names:
+            finalizer()
 
 
 def _wait(semaphores: list[Semaphore], check: Check) -> None:

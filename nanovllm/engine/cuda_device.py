@@ -154,7 +154,6 @@ class CudaDevice(CpuDevice):
         return None if self.graphs is None else self.graphs.replay(num_rows, self.replay_events)
 
     def close(self) -> None:
-        self.graphs = None
         with self.active():
             if self._peer_memory is not None:
                 with contextlib.suppress(RuntimeError):  # of a device that is lost

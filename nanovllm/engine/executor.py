@@ -15,9 +15,9 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
-from multiprocessing import connection
+from multiprocessing import connection, util
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
@@ -26,6 +26,11 @@ import numpy as np
 from nanovllm.engine.channel import EXIT, Channel
 
 logger = logging.getLogger("nanovllm")
+
+_AT_EXIT = 10  # before what multiprocessing made (0)
+
+# What a terminal sends to all processes of a job. Rank 0 decides what to do, and the others end when it does.
+_OF_A_TERMINAL = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 _NEEDS_GUARD = (
     "Each rank of tensor_parallel_size > 1 imports the script anew, so the script must create its LLM under\n"
@@ -68,15 +73,11 @@ class Executor:
         grace_s: float = 5.0,
     ) -> None:
         assert num_ranks >= 2, num_ranks
-        if getattr(multiprocessing.current_process(), "_inheriting", False):  # a new rank that imports the script
-            raise RuntimeError(_NEEDS_GUARD)
-        if multiprocessing.current_process().daemon:  # multiprocessing forbids it by an assertion
-            raise RuntimeError("A daemonic process, such as one of multiprocessing.Pool, cannot start further ranks.")
-        if script := _missing_script():
-            raise RuntimeError(f"Each rank imports the script anew, but {script!r} is no file. Save it to one.")
+        _check_can_spawn()
         self.on_death = on_death
         self._workers = _Workers(num_ranks, worker, args, slot_bytes, grace_s)
-        weakref.finalize(self, self._workers.stop)  # when this is collected, or at exit
+        # When this is collected, or at exit: before multiprocessing ends its children, and takes away semaphores.
+        util.Finalize(self, self._workers.stop, exitpriority=_AT_EXIT)
         self._channel, self.init_method = self._workers.channel, self._workers.channel.init_method
         # The thread must not keep this object alive, nor what on_death holds.
         threading.Thread(target=_watch, args=(self._workers, weakref.ref(self)), daemon=True).start()
@@ -84,8 +85,8 @@ class Executor:
     def wait_ready(self) -> None:
         """Wait until every worker serves; to be called once, when rank 0 has joined the group, before any command.
 
-        From then on only semaphores have names in the file system: multiprocessing's resource tracker, a process of
-        its own, removes those of a killed job.
+        From then on nothing has a name in the file system. Before that, what a killed job has named is removed by the
+        workers and by multiprocessing's resource tracker, a process of its own.
         """
         self._channel.gather(self.check)
         self._channel.forget()
@@ -142,7 +143,8 @@ class _Workers:
         self, num_ranks: int, worker: Callable[..., None], args: SequenceOf[Any], slot_bytes: int, grace_s: float
     ) -> None:
         context = multiprocessing.get_context("spawn")
-        self.channel = Channel(context, num_ranks, slot_bytes)
+        with _blocked(_OF_A_TERMINAL):
+            self.channel = Channel(context, num_ranks, slot_bytes)
         self.processes = [
             # Daemonic: if all else fails, multiprocessing stops them at exit.
             context.Process(target=_run_worker, args=(rank, worker, args, self.channel), daemon=True)
@@ -150,19 +152,16 @@ class _Workers:
         ]
         self.grace_s = grace_s
         self.owner_pid = os.getpid()
+        self._lock = threading.RLock()
         _all_workers.add(self)
         self.died = threading.Event()  # set when a worker has ended unasked
         self.dead: list[SpawnProcess] = []  # the first to do so
         self.failure = ""
         self.is_ready = self.is_stopping = self.is_stopped = False
         try:
-            # A signal blocked here stays so in the new processes: Ctrl-C shall not print tracebacks of their imports.
-            mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-            try:
+            with _blocked(_OF_A_TERMINAL):
                 for process in self.processes:
                     process.start()
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         except BaseException:
             self.stop()
             raise
@@ -173,7 +172,8 @@ class _Workers:
         for process in dead:
             process.join(1.0)  # the exit code comes a moment after the sentinel
             code, rank = process.exitcode, self.processes.index(process) + 1
-            cause = next((s.name for s in signal.Signals if code == -s), f"exit code {code}")
+            cause = "cause unknown" if code is None else f"exit code {code}"  # None if SIGCHLD is ignored
+            cause = next((s.name for s in signal.Signals if code == -s), cause)
             report = self.channel.report_of(rank)
             if report is None:
                 advice = "" if code is None or code < 0 else _NEEDS_GUARD  # who lacks it is not killed
@@ -183,8 +183,12 @@ class _Workers:
 
     def stop(self) -> None:
         """End all processes and give everything back."""
-        if self.is_stopped or os.getpid() != self.owner_pid:  # a fork of rank 0 owns nothing of this
-            return
+        if os.getpid() == self.owner_pid:  # a fork of rank 0 owns nothing of this
+            with self._lock:
+                if not self.is_stopped:
+                    self._stop()
+
+    def _stop(self) -> None:
         is_first_time, self.is_stopping = not self.is_stopping, True  # another, if this was interrupted
         started = [process for process in self.processes if process.pid is not None]
         try:
@@ -211,6 +215,26 @@ class _Workers:
         with contextlib.suppress(TimeoutError, RuntimeError):  # the latter if interrupted in another message
             self.channel.send(EXIT, [], check)
             _join(self.processes, self.grace_s)
+
+
+@contextlib.contextmanager
+def _blocked(signals: Iterable[signal.Signals]) -> Iterator[None]:
+    """Block signals in this thread, and for ever in processes started inside."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _check_can_spawn() -> None:
+    """Raise RuntimeError in a process of which the ranks could not be started."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # a new rank that imports the script
+        raise RuntimeError(_NEEDS_GUARD)
+    if multiprocessing.current_process().daemon:  # multiprocessing forbids it by an assertion
+        raise RuntimeError("A daemonic process, such as one of multiprocessing.Pool, cannot start further ranks.")
+    if script := _missing_script():
+        raise RuntimeError(f"Each rank imports the script anew, but {script!r} is no file. Save it to one.")
 
 
 def _missing_script() -> str:
@@ -255,14 +279,17 @@ def _watch(workers: _Workers, executor_ref: "weakref.ref[Executor]") -> None:
 
 def _run_worker(rank: int, worker: Callable[..., None], args: SequenceOf[Any], channel: Channel) -> None:
     """Be a worker process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; rank 0 decides
+    for number in _OF_A_TERMINAL:  # blocked so far, where the first of multiprocessing's processes has not undone it
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, args=(channel,), daemon=True).start()
     channel.attach(rank)
     try:
         worker(rank, *args, channel)
     except BaseException:
-        channel.report(traceback.format_exc())
-        os._exit(1)  # at once: the usual way out may wait for a device or for other ranks
+        try:
+            channel.report(traceback.format_exc())
+        finally:
+            os._exit(1)  # at once: the usual way out may wait for a device or for other ranks
     channel.close()
 
 

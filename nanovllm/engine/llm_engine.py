@@ -179,7 +179,7 @@ class LLMEngine:
             a decode step; ``([], 0)`` when idle.
 
         Raises:
-            RuntimeError: The engine is closed.
+            RuntimeError: The engine is closed, or was meanwhile.
         """
         self.check_open()
         start = time.perf_counter()
@@ -214,8 +214,10 @@ class LLMEngine:
             if not num_tokens and not finished and is_stuck:
                 raise RuntimeError("The scheduler can run nothing although requests wait; this is a fault of nanovllm.")
             return [output for seq in finished if (output := self._output_if_complete(seq))], num_tokens
-        except BaseException:
+        except BaseException as error:
             self.reset()
+            if self._is_closed and isinstance(error, Exception):
+                raise RuntimeError("This engine was closed in the midst of a step, by another thread.") from error
             raise
 
     def stats(self) -> dict[str, float]:
@@ -242,10 +244,12 @@ class LLMEngine:
 
     def exit(self) -> None:
         """Let go of weights, cache and requests; any number of times."""
-        if not getattr(self, "_is_closed", True):  # an engine that could not be built has nothing to close
+        if not hasattr(self, "_is_closed"):  # an engine that could not be built has nothing to close
+            return
+        if not self._is_closed:
             self._is_closed = True
             self.reset()
-            self.model_runner.exit()
+        self.model_runner.exit()  # also if an earlier call was interrupted
 
     close = exit
 

@@ -304,8 +304,7 @@ class ModelRunner:
     def exit(self) -> None:
         """Let go of weights and cache."""
         for name in ("model", "kv_cache", "decode_state"):
-            if hasattr(self, name):
-                delattr(self, name)
+            self.__dict__.pop(name, None)
         if hasattr(self, "device_ops") and os.getpid() == self._pid:  # not if it could not be built, nor in a fork
             self.device_ops.graphs = None  # before the group, which waits until no graph holds its collectives
             try:

@@ -4,7 +4,6 @@ Every rank runs the same steps, of which rank 0 sends the flat arrays. Requests 
 tokens: each rank has them on its own device.
 """
 
-import atexit
 import dataclasses
 import signal
 import threading
@@ -13,6 +12,7 @@ import weakref
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
+from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,14 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.channel import Channel
-from nanovllm.engine.executor import Executor
+from nanovllm.engine.executor import _AT_EXIT, Executor
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import DecodeInput, PrefillInput, Promise, StepOutput, from_arrays, to_arrays
 from nanovllm.models.config import ModelConfig
 from nanovllm.utils.parallel import TensorParallel
 
+_INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)  # where the caller has a handler for them
 _SLOT_BYTES = 1 << 20  # more than the arrays of most steps, so that rank 0 need not wait for the others
 _NEWS_S = 3.0  # what rank 0 waits, after a failed collective, for news of the death behind it
 _BLAME_S = 1.0  # and what another rank waits before it dies too; rank 0 may notice nothing before that
@@ -42,11 +43,14 @@ class ParallelRunner(ModelRunner):
     """
 
     def __init__(self, config: Config, model_config: ModelConfig, folder: Path) -> None:
-        size = config.tensor_parallel_size
-        _runners.add(self)
-        self.executor = Executor(size, run_rank, (config, model_config, folder), slot_bytes=_SLOT_BYTES)
+        size, is_cuda = config.tensor_parallel_size, config.device != "cpu"
+        # Ranks on a CPU share its cores.
+        self._num_threads = None if is_cuda else max(1, torch.get_num_threads() // size)
+        args = config, model_config, folder.absolute(), self._num_threads  # a script that is imported may go elsewhere
+        util.Finalize(self, _exit_alive, (weakref.ref(self),), exitpriority=_AT_EXIT + 1)
         with self._all_or_none(BaseException, own=ValueError):
-            is_cuda = config.device != "cpu"
+            with _interrupt_at_end():
+                self.executor = Executor(size, run_rank, args, slot_bytes=_SLOT_BYTES)
             tp = TensorParallel.join(0, size, self.executor.init_method, is_cuda, self.executor.check)
             self.executor.on_death = tp.close
             self.executor.check()  # for a death before that
@@ -59,7 +63,7 @@ class ParallelRunner(ModelRunner):
         Ctrl-C waits until the step is launched, so that the ranks stay in step and the engine can go on.
         """
         self.executor.check()
-        with _interrupt_at_end(), self._all_or_none(BaseException):
+        with _interrupt_at_end(), self._all_or_none(BaseException), _threads(self._num_threads):
             return _CheckedPromise(super().run(seqs, is_prefill), self)
 
     def tell(self, command: str, step: PrefillInput | DecodeInput) -> None:
@@ -76,12 +80,16 @@ class ParallelRunner(ModelRunner):
     def _all_or_none(self, kind: type[BaseException], own: type[Exception] | tuple[()] = ()) -> Iterator[None]:
         """If this rank fails inside the block, end all of them, since the others would wait for it for ever.
 
-        Where another rank's death may be behind it, that is the error raised; not behind errors of the kind ``own``, as
-        of the checkpoint or the settings, which each rank finds by itself.
+        Args:
+            kind: Errors that leave the ranks out of step.
+            own: Errors, as of the checkpoint or the settings, that each rank finds by itself. Behind any other there
+                may be another rank's death, which is raised instead.
         """
         try:
             yield
         except kind as error:
+            if not hasattr(self, "executor"):
+                raise
             try:
                 if isinstance(error, Exception) and not isinstance(error, own):
                     self.executor.check(_NEWS_S if isinstance(error, ConnectionError) else 0.0)
@@ -91,13 +99,9 @@ class ParallelRunner(ModelRunner):
             raise
 
 
-_runners: "weakref.WeakSet[ParallelRunner]" = weakref.WeakSet()
-
-
-@atexit.register
-def _exit_all() -> None:
-    """End what nobody has closed, as long as Python and the device can still do so in order."""
-    for runner in list(_runners):
+def _exit_alive(runner_ref: "weakref.ref[ParallelRunner]") -> None:
+    """End at exit what nobody has closed, as long as Python and the device can still do so in order."""
+    if runner := runner_ref():
         runner.exit()
 
 
@@ -114,12 +118,13 @@ class _CheckedPromise:
             return output
 
 
-def run_rank(rank: int, config: Config, model_config: ModelConfig, folder: Path, channel: Channel) -> None:
+def run_rank(
+    rank: int, config: Config, model_config: ModelConfig, folder: Path, num_threads: int | None, channel: Channel
+) -> None:
     """Be rank 1 or a further one, until rank 0 closes the channel."""
-    size, is_cuda = config.tensor_parallel_size, config.device != "cpu"
-    if not is_cuda:  # the ranks share the cores
-        torch.set_num_threads(max(1, torch.get_num_threads() // size))
-    tp = TensorParallel.join(rank, size, channel.init_method, is_cuda)
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    tp = TensorParallel.join(rank, config.tensor_parallel_size, channel.init_method, config.device != "cpu")
     try:
         runner = ModelRunner(_config_of(rank, config), model_config, folder, tp)
         channel.serve(_Commands(runner))
@@ -152,23 +157,40 @@ def _config_of(rank: int, config: Config) -> Config:
 
 
 @contextmanager
-def _interrupt_at_end() -> Iterator[None]:
-    """Let Ctrl-C wait until the end of the block; a second one does not wait."""
-    previous = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(previous):
+def _threads(number: int | None) -> Iterator[None]:
+    """Have torch use so many threads inside the block; None: as many as it does."""
+    previous = torch.get_num_threads()
+    if number is None or number == previous:
         yield
         return
-    came: list[Any] = []
-
-    def note(signum: int, frame: Any) -> None:
-        came.append(frame)
-        if len(came) > 1:
-            previous(signum, frame)
-
-    signal.signal(signal.SIGINT, note)
+    torch.set_num_threads(number)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, previous)
-    if len(came) == 1:
-        previous(signal.SIGINT, came[0])
+        torch.set_num_threads(previous)
+
+
+@contextmanager
+def _interrupt_at_end() -> Iterator[None]:
+    """Let signals by which a caller interrupts wait until the end of the block; a second of a kind does not wait."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers: dict[int, Any] = {number: signal.getsignal(number) for number in _INTERRUPTS}
+    handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
+    came: dict[int, Any] = {}
+
+    def note(number: int, frame: Any) -> None:
+        if number in came:
+            handlers[number](number, frame)
+        came.setdefault(number, frame)
+
+    for number in handlers:
+        signal.signal(number, note)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for number, frame in came.items():
+        handlers[number](number, frame)

@@ -69,11 +69,12 @@ class PeerMemory:
 
     def close(self) -> None:
         """Give the memory back; no kernel may be using it."""
-        for address in self._opened:
+        own, opened = self._own, self._opened
+        self._own, self._opened, self.addresses = ctypes.c_uint64(), [], []  # first, should another thread close it too
+        for address in opened:
             self._driver.cuIpcCloseMemHandle(address)
-        if self._own.value:
-            self._driver.cuMemFree_v2(self._own)
-        self._own, self._opened, self.addresses = ctypes.c_uint64(), [], []
+        if own.value:
+            self._driver.cuMemFree_v2(own)
 
     def _call(self, name: str, *args: Any) -> None:
         code = getattr(self._driver, name)(*args)
