@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.step import DecodeInput, PrefillInput, from_arrays, to_arrays
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
-from nanovllm.utils import parallel
+from nanovllm.utils import parallel, signals
 from nanovllm.utils.loader import find_checkpoint, load_model
 from nanovllm.utils.parallel import SINGLE, TensorParallel
 
@@ -557,15 +558,15 @@ def timeout() -> Iterator[None]:
 def test_ctrl_c_or_an_alarm_in_a_step_leaves_the_ranks_in_step(
     lookahead: int, tiny_checkpoint: Checkpoint, tiny_reference: Reference
 ) -> None:
-    shape, signals = SHAPES["odd"], (signal.SIGINT, signal.SIGALRM)
-    handlers = [signal.getsignal(number) for number in signals]
+    shape, kinds = SHAPES["odd"], (signal.SIGINT, signal.SIGALRM)
+    handlers = [signal.getsignal(kind) for kind in kinds]
     prompts = make_prompts(12, shape.vocab, seed=4)
     with make_llm(tiny_checkpoint(shape), 2, lookahead=lookahead, max_num_batched_tokens=50) as llm:
         for number in (1, 4, 6, 23, 40):  # in a chunk, in a decode step
             act, error = (alarm, TimeoutError) if number % 2 else (interrupt, KeyboardInterrupt)
             with spoilt_all_reduce(number, act), pytest.raises(error):
                 llm.generate(prompts, greedy(15), use_tqdm=False)
-            assert [signal.getsignal(number) for number in signals] == handlers
+            assert [signal.getsignal(kind) for kind in kinds] == handlers
             assert llm.is_finished()
             assert_greedy(tiny_reference(shape), llm.generate(prompts[number % 5 :], greedy(9), use_tqdm=False))
 
@@ -585,7 +586,7 @@ def test_of_two_signals_in_a_step_neither_is_lost() -> None:
     numbers = signal.SIGALRM, signal.SIGTERM
     previous = [signal.signal(number, lambda number, frame: came.append(number)) for number in numbers]
     try:
-        with parallel_runner._interrupt_at_end():
+        with signals.interrupts_at_end():
             for number in numbers:
                 signal.raise_signal(number)
             assert came == []
@@ -1016,6 +1017,17 @@ def test_two_engines_and_a_group_of_the_callers_do_not_meet(
         traces.assert_none()
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_ranks_meet_in_a_folder_of_any_name(
+    tiny_checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, traces: Traces
+) -> None:
+    folder = os.fsdecode(os.fsencode(tmp_path) + b"/\xff \xc3#%20")
+    os.mkdir(folder)
+    monkeypatch.setattr(tempfile, "tempdir", folder)
+    with make_llm(tiny_checkpoint(SHAPES["odd"]), 2) as llm:
+        assert len(llm.generate([[1, 2, 3]], greedy(3), use_tqdm=False)[0].token_ids) == 3
+    assert os.listdir(folder) == []
 
 
 def test_one_rank_needs_neither_group_nor_processes(

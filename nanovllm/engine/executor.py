@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from multiprocessing import connection, util
 from multiprocessing.context import SpawnProcess
@@ -24,13 +24,12 @@ from typing import Any
 import numpy as np
 
 from nanovllm.engine.channel import EXIT, Channel
+from nanovllm.utils.forks import in_forks
+from nanovllm.utils.signals import OF_A_TERMINAL, blocked
 
 logger = logging.getLogger("nanovllm")
 
 _AT_EXIT = 10  # before what multiprocessing made (0)
-
-# What a terminal sends to all processes of a job. Rank 0 decides what to do, and the others end when it does.
-_OF_A_TERMINAL = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 _NEEDS_GUARD = (
     "Each rank of tensor_parallel_size > 1 imports the script anew, so the script must create its LLM under\n"
@@ -143,7 +142,7 @@ class _Workers:
         self, num_ranks: int, worker: Callable[..., None], args: SequenceOf[Any], slot_bytes: int, grace_s: float
     ) -> None:
         context = multiprocessing.get_context("spawn")
-        with _blocked(_OF_A_TERMINAL):
+        with blocked(OF_A_TERMINAL):
             self.channel = Channel(context, num_ranks, slot_bytes)
         self.processes = [
             # Daemonic: if all else fails, multiprocessing stops them at exit.
@@ -153,13 +152,13 @@ class _Workers:
         self.grace_s = grace_s
         self.owner_pid = os.getpid()
         self._lock = threading.RLock()
-        _all_workers.add(self)
+        in_forks(self, _Workers._disown)
         self.died = threading.Event()  # set when a worker has ended unasked
         self.dead: list[SpawnProcess] = []  # the first to do so
         self.failure = ""
         self.is_ready = self.is_stopping = self.is_stopped = False
         try:
-            with _blocked(_OF_A_TERMINAL):
+            with blocked(OF_A_TERMINAL):
                 for process in self.processes:
                     process.start()
         except BaseException:
@@ -180,6 +179,10 @@ class _Workers:
                 report = f"It had not begun to work; its own output may say why. {advice}"
             texts.append(f"Tensor-parallel rank {rank} died ({cause}). {report}".rstrip())
         return "\n".join(texts)
+
+    def _disown(self) -> None:
+        """In a fork of rank 0, keep multiprocessing from ending the workers when the fork exits."""
+        getattr(multiprocessing.process, "_children", set[Any]()).difference_update(self.processes)
 
     def stop(self) -> None:
         """End all processes and give everything back."""
@@ -217,16 +220,6 @@ class _Workers:
             _join(self.processes, self.grace_s)
 
 
-@contextlib.contextmanager
-def _blocked(signals: Iterable[signal.Signals]) -> Iterator[None]:
-    """Block signals in this thread, and for ever in processes started inside."""
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
 def _check_can_spawn() -> None:
     """Raise RuntimeError in a process of which the ranks could not be started."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # a new rank that imports the script
@@ -247,20 +240,6 @@ def _missing_script() -> str:
     return "" if os.path.exists(os.path.join(folder, script)) else script
 
 
-_all_workers: "weakref.WeakSet[_Workers]" = weakref.WeakSet()
-
-
-def _disown_workers() -> None:
-    """In a fork of rank 0, keep multiprocessing from ending the workers when the fork exits."""
-    children: set[Any] = getattr(multiprocessing.process, "_children", set())
-    for workers in _all_workers:
-        children.difference_update(workers.processes)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_disown_workers)
-
-
 def _join(processes: SequenceOf[SpawnProcess], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     for process in processes:
@@ -279,7 +258,7 @@ def _watch(workers: _Workers, executor_ref: "weakref.ref[Executor]") -> None:
 
 def _run_worker(rank: int, worker: Callable[..., None], args: SequenceOf[Any], channel: Channel) -> None:
     """Be a worker process."""
-    for number in _OF_A_TERMINAL:  # blocked so far, where the first of multiprocessing's processes has not undone it
+    for number in OF_A_TERMINAL:  # rank 0 decides what to do, and this process ends when it does
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, args=(channel,), daemon=True).start()
     channel.attach(rank)

@@ -5,8 +5,6 @@ tokens: each rank has them on its own device.
 """
 
 import dataclasses
-import signal
-import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -14,7 +12,6 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from multiprocessing import util
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,8 +24,8 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import DecodeInput, PrefillInput, Promise, StepOutput, from_arrays, to_arrays
 from nanovllm.models.config import ModelConfig
 from nanovllm.utils.parallel import TensorParallel
+from nanovllm.utils.signals import interrupts_at_end
 
-_INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)  # where the caller has a handler for them
 _SLOT_BYTES = 1 << 20  # more than the arrays of most steps, so that rank 0 need not wait for the others
 _NEWS_S = 3.0  # what rank 0 waits, after a failed collective, for news of the death behind it
 _BLAME_S = 1.0  # and what another rank waits before it dies too; rank 0 may notice nothing before that
@@ -49,7 +46,7 @@ class ParallelRunner(ModelRunner):
         args = config, model_config, folder.absolute(), self._num_threads  # a script that is imported may go elsewhere
         util.Finalize(self, _exit_alive, (weakref.ref(self),), exitpriority=_AT_EXIT + 1)
         with self._all_or_none(BaseException, own=ValueError):
-            with _interrupt_at_end():
+            with interrupts_at_end():
                 self.executor = Executor(size, run_rank, args, slot_bytes=_SLOT_BYTES)
             tp = TensorParallel.join(0, size, self.executor.init_method, is_cuda, self.executor.check)
             self.executor.on_death = tp.close
@@ -63,7 +60,7 @@ class ParallelRunner(ModelRunner):
         Ctrl-C waits until the step is launched, so that the ranks stay in step and the engine can go on.
         """
         self.executor.check()
-        with _interrupt_at_end(), self._all_or_none(BaseException), _threads(self._num_threads):
+        with interrupts_at_end(), self._all_or_none(BaseException), _threads(self._num_threads):
             return _CheckedPromise(super().run(seqs, is_prefill), self)
 
     def tell(self, command: str, step: PrefillInput | DecodeInput) -> None:
@@ -168,29 +165,3 @@ def _threads(number: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(previous)
-
-
-@contextmanager
-def _interrupt_at_end() -> Iterator[None]:
-    """Let signals by which a caller interrupts wait until the end of the block; a second of a kind does not wait."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handlers: dict[int, Any] = {number: signal.getsignal(number) for number in _INTERRUPTS}
-    handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
-    came: dict[int, Any] = {}
-
-    def note(number: int, frame: Any) -> None:
-        if number in came:
-            handlers[number](number, frame)
-        came.setdefault(number, frame)
-
-    for number in handlers:
-        signal.signal(number, note)
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    for number, frame in came.items():
-        handlers[number](number, frame)

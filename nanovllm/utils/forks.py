@@ -3,23 +3,26 @@
 import ctypes
 import os
 import weakref
+from collections.abc import Callable
 from typing import Any
 
-_kept: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_actions: "weakref.WeakKeyDictionary[Any, Callable[[Any], None]]" = weakref.WeakKeyDictionary()
 
 
-def keep_in_forks(owner: Any) -> None:
-    """Never collect ``owner`` in a fork, nor what it holds: to end that would be to ask a device or a thread for it.
-
-    A fork has no threads but the one that forked, and cannot use CUDA.
-    """
-    _kept.add(owner)
+def in_forks(owner: Any, action: Callable[[Any], None]) -> None:
+    """Have every fork begin with ``action(owner)``, as long as ``owner`` lives."""
+    _actions[owner] = action
 
 
-def _keep() -> None:
-    for owner in _kept:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner))
+def keep(owner: Any) -> None:
+    """Never collect ``owner``, nor what it holds: ending that would need a device, or threads that a fork lacks."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner))
+
+
+def _act() -> None:
+    for owner, action in list(_actions.items()):
+        action(owner)
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_keep)
+    os.register_at_fork(after_in_child=_act)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.utils.forks import keep_in_forks
+from nanovllm.utils.forks import in_forks, keep
 
 distributed: Any = torch.distributed  # its classes are not all in its stubs
 
@@ -61,7 +61,7 @@ class TensorParallel:
             is_cuda: Whether tensors are on GPUs, one a rank.
             check: Called while waiting; it raises if there is nothing to wait for.
         """
-        store = distributed.FileStore(init_method.removeprefix("file://"), size)
+        store = distributed.FileStore(os.fsencode(init_method.removeprefix("file://")), size)
         store.set(f"rank {rank}", "")
         while not store.check([f"rank {other}" for other in range(size)]):
             check()
@@ -80,7 +80,7 @@ class TensorParallel:
         return cls(rank, size, group)
 
     def __post_init__(self) -> None:
-        keep_in_forks(self)
+        in_forks(self, keep)
 
     def meet(self, peers: Any) -> None:
         """Use ``peers`` from now on."""
