@@ -258,6 +258,7 @@ class LLM:
                 else:  # without rows of its own it makes room for them
                     ended, _ = self.engine.step()
                     if not ended and self.engine.is_finished():  # else the loop would wait for them for ever
+                        self.engine.check_open()
                         gone = "The request was aborted, or its output was taken, by a direct call of the engine."
                         outputs = [RequestOutput.refused(index, [], gone) for index in index_of.values()]
                         index_of.clear()

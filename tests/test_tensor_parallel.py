@@ -581,6 +581,37 @@ def test_a_second_ctrl_c_does_not_wait_and_ends_all_ranks(tiny_checkpoint: Check
     llm.close()
 
 
+def stop(number: int, frame: Any) -> None:
+    raise TimeoutError
+
+
+def alarm_around_a_block(delay_s: float) -> None:
+    signal.setitimer(signal.ITIMER_REAL, delay_s)
+    with signals.interrupts_at_end():
+        pass
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:  # asleep, it might be missed
+        pass
+
+
+def test_an_alarm_at_any_point_of_holding_back_leaves_the_handlers_in_their_place() -> None:
+    kinds = signal.SIGINT, signal.SIGTERM, signal.SIGALRM
+    previous = [signal.getsignal(kind) for kind in kinds]
+    came: list[int] = []
+    try:
+        signal.signal(signal.SIGALRM, stop)
+        signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+        for number in range(3000):
+            with pytest.raises(TimeoutError):
+                alarm_around_a_block(random.uniform(5e-6, 5e-5))
+            signal.raise_signal(signal.SIGTERM)  # whatever stands in its handler's place passes it on
+            assert len(came) == number + 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for kind, handler in zip(kinds, previous, strict=True):
+            signal.signal(kind, handler)
+
+
 def test_of_two_signals_in_a_step_neither_is_lost() -> None:
     came: list[int] = []
     numbers = signal.SIGALRM, signal.SIGTERM
@@ -593,6 +624,17 @@ def test_of_two_signals_in_a_step_neither_is_lost() -> None:
             signal.raise_signal(numbers[0])
             assert came == [numbers[0]]  # a second of a kind does not wait
         assert came == [numbers[0], *numbers]
+        came.clear()
+        with pytest.raises(RuntimeError), signals.interrupts_at_end():  # noqa: PT012
+            signal.raise_signal(numbers[1])
+            raise RuntimeError
+        assert came == [numbers[1]]
+        signal.signal(numbers[0], stop)
+        with pytest.raises(TimeoutError), signals.interrupts_at_end():  # noqa: PT012
+            for number in numbers:
+                signal.raise_signal(number)
+        assert came == [numbers[1]] * 2  # though the first handler raised
+        assert signal.getsignal(numbers[0]) is stop
     finally:
         for number, handler in zip(numbers, previous, strict=True):
             signal.signal(number, handler)
@@ -631,12 +673,12 @@ def test_a_close_that_was_interrupted_can_be_called_again(
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_closing_in_another_thread_ends_a_call(size: int, tiny_checkpoint: Checkpoint, traces: Traces) -> None:
-    for delay_s in (0.0, 0.03, 0.1):
+    for delay_s in (0.0, 0.01, 0.02, 0.03, 0.05, 0.1):
         llm = make_llm(tiny_checkpoint(SHAPES["odd"]), size)
         timer = threading.Timer(delay_s, llm.close)
         timer.start()
         with pytest.raises(RuntimeError, match="closed"):
-            go_on(llm)
+            llm.generate([[1, 2, 3]] * 20, greedy(500), use_tqdm=False)
         timer.join()
         traces.assert_none()
 
@@ -1109,8 +1151,13 @@ print(llm.generate(["23 + 45 ="], SamplingParams(temperature=0, max_tokens=12), 
 
 
 def test_a_script_that_never_closes_ends_well(tmp_path: Path, traces: Traces) -> None:
-    script = Script(LLM_SCRIPT, tmp_path)
-    assert [script.read_line() for _ in range(3)] == ["begin", "start", "68, sixty-eight."]
+    at_exit = """
+from nanovllm.engine.parallel_runner import ParallelRunner
+end = ParallelRunner.exit
+ParallelRunner.exit = lambda runner: print(hasattr(runner, 'model'), end(runner), flush=True)
+"""
+    script = Script(LLM_SCRIPT + at_exit, tmp_path)
+    assert [script.read_line() for _ in range(4)] == ["begin", "start", "68, sixty-eight.", "True None"]
     assert script.wait() == (0, "")
     traces.assert_none()
 

@@ -225,11 +225,14 @@ class Channel:
 
 
 def _forget_names(semaphores: Iterable[Semaphore]) -> None:
-    """Run at once what multiprocessing would do at the end: a group of processes that is killed leaves no name then."""
+    """Run at once what multiprocessing would do at the end, which a group of processes that is killed never reaches.
+
+    All of this is private to multiprocessing; where it is otherwise, names stay until the end.
+    """
     names = {getattr(getattr(semaphore, "_semlock", None), "name", None) for semaphore in semaphores} - {None}
     for finalizer in list(getattr(util, "_finalizer_registry", {}).values()):
-        args = getattr(finalizer, "_args", None)
-        if args and isinstance(args[0], str) and args[0] in names:
+        args = getattr(finalizer, "_args", None) or ()
+        if names.intersection(arg for arg in args if isinstance(arg, str)):
             finalizer()
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanovllm.engine.decode_state import DecodeRows
-from nanovllm.utils.forks import in_forks, keep
+from nanovllm.utils.forks import keep_in_forks
 
 if TYPE_CHECKING:
     from nanovllm.engine.model_runner import ModelRunner
@@ -35,7 +35,7 @@ class DecodeGraphs:
     """
 
     def __init__(self, runner: "ModelRunner", sizes: list[int]) -> None:
-        in_forks(self, keep)
+        keep_in_forks(self)
         self.sizes = sizes
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, tuple[DecodeRows, torch.Tensor, torch.Tensor]]] = {}
         # One buffer for all sizes: what a graph leaves in its own memory, no other graph of the pool may use.

@@ -29,7 +29,7 @@ from nanovllm.utils.signals import OF_A_TERMINAL, blocked
 
 logger = logging.getLogger("nanovllm")
 
-_AT_EXIT = 10  # before what multiprocessing made (0)
+AT_EXIT = 10  # before what multiprocessing made (0)
 
 _NEEDS_GUARD = (
     "Each rank of tensor_parallel_size > 1 imports the script anew, so the script must create its LLM under\n"
@@ -76,7 +76,7 @@ class Executor:
         self.on_death = on_death
         self._workers = _Workers(num_ranks, worker, args, slot_bytes, grace_s)
         # When this is collected, or at exit: before multiprocessing ends its children, and takes away semaphores.
-        util.Finalize(self, self._workers.stop, exitpriority=_AT_EXIT)
+        util.Finalize(self, self._workers.stop, exitpriority=AT_EXIT)
         self._channel, self.init_method = self._workers.channel, self._workers.channel.init_method
         # The thread must not keep this object alive, nor what on_death holds.
         threading.Thread(target=_watch, args=(self._workers, weakref.ref(self)), daemon=True).start()
@@ -84,8 +84,8 @@ class Executor:
     def wait_ready(self) -> None:
         """Wait until every worker serves; to be called once, when rank 0 has joined the group, before any command.
 
-        From then on nothing has a name in the file system. Before that, what a killed job has named is removed by the
-        workers and by multiprocessing's resource tracker, a process of its own.
+        From then on nothing has a name in the file system. Before that, what rank 0 has named is removed, if it is
+        killed, by the workers and by multiprocessing's resource tracker, a process of its own.
         """
         self._channel.gather(self.check)
         self._channel.forget()
@@ -99,12 +99,14 @@ class Executor:
             *arrays: Of numbers or bools, any shape; each worker gets copies of its own.
         """
         self.check()
-        self._channel.send(command, arrays, self.check)
+        with self._workers.sending:
+            self._channel.send(command, arrays, self.check)
 
     def call(self, command: str, *arrays: np.ndarray | None) -> list[int]:
         """Have every worker run a command, wait, and return the results of ranks 1..n-1, ints (0 for None)."""
         self.check()
-        return self._channel.send(command, arrays, self.check, wants_reply=True)
+        with self._workers.sending:
+            return self._channel.send(command, arrays, self.check, wants_reply=True)
 
     def check(self, wait_s: float = 0.0) -> None:
         """Raise RuntimeError if a worker has died or this is closed; costs nothing otherwise.
@@ -142,23 +144,26 @@ class _Workers:
         self, num_ranks: int, worker: Callable[..., None], args: SequenceOf[Any], slot_bytes: int, grace_s: float
     ) -> None:
         context = multiprocessing.get_context("spawn")
-        with blocked(OF_A_TERMINAL):
-            self.channel = Channel(context, num_ranks, slot_bytes)
-        self.processes = [
-            # Daemonic: if all else fails, multiprocessing stops them at exit.
-            context.Process(target=_run_worker, args=(rank, worker, args, self.channel), daemon=True)
-            for rank in range(1, num_ranks)
-        ]
+        self.processes: list[SpawnProcess] = []
         self.grace_s = grace_s
         self.owner_pid = os.getpid()
-        self._lock = threading.RLock()
+        self.sending = threading.RLock()  # one message at a time; held again in a signal's handler, which is refused
+        self._stopping = threading.RLock()
+        self._stopper = 0  # the thread that holds it
         in_forks(self, _Workers._disown)
         self.died = threading.Event()  # set when a worker has ended unasked
         self.dead: list[SpawnProcess] = []  # the first to do so
         self.failure = ""
         self.is_ready = self.is_stopping = self.is_stopped = False
+        with blocked(OF_A_TERMINAL):
+            self.channel = Channel(context, num_ranks, slot_bytes)
         try:
-            with blocked(OF_A_TERMINAL):
+            # Daemonic: if all else fails, multiprocessing stops them at exit.
+            self.processes += [
+                context.Process(target=_run_worker, args=(rank, worker, args, self.channel), daemon=True)
+                for rank in range(1, num_ranks)
+            ]
+            with blocked(OF_A_TERMINAL):  # again: to start the resource tracker is to unblock some
                 for process in self.processes:
                     process.start()
         except BaseException:
@@ -186,10 +191,17 @@ class _Workers:
 
     def stop(self) -> None:
         """End all processes and give everything back."""
-        if os.getpid() == self.owner_pid:  # a fork of rank 0 owns nothing of this
-            with self._lock:
+        if os.getpid() != self.owner_pid:  # a fork of rank 0 owns nothing of this
+            return
+        if self._stopper == threading.get_ident():  # a signal's handler, in the midst of this
+            return
+        with self._stopping:
+            self._stopper = threading.get_ident()
+            try:
                 if not self.is_stopped:
                     self._stop()
+            finally:
+                self._stopper = 0
 
     def _stop(self) -> None:
         is_first_time, self.is_stopping = not self.is_stopping, True  # another, if this was interrupted
@@ -203,7 +215,8 @@ class _Workers:
         finally:
             for end, patience_s in (SpawnProcess.terminate, 1.0), (SpawnProcess.kill, 5.0):
                 for process in started:
-                    end(process)
+                    if not connection.wait([process.sentinel], 0):  # its number may be another process's by now
+                        end(process)
                 _join(started, patience_s)
             self.channel.close()
             self.is_stopped = True
@@ -215,9 +228,13 @@ class _Workers:
             if time.monotonic() > deadline or any(process.exitcode is not None for process in self.processes):
                 raise TimeoutError
 
-        with contextlib.suppress(TimeoutError, RuntimeError):  # the latter if interrupted in another message
-            self.channel.send(EXIT, [], check)
-            _join(self.processes, self.grace_s)
+        if self.sending.acquire(timeout=self.grace_s):  # another thread may be in the midst of a message
+            try:
+                with contextlib.suppress(TimeoutError, RuntimeError):  # the latter if this one was
+                    self.channel.send(EXIT, [], check)
+                    _join(self.processes, self.grace_s)
+            finally:
+                self.sending.release()
 
 
 def _check_can_spawn() -> None:
@@ -257,9 +274,7 @@ def _watch(workers: _Workers, executor_ref: "weakref.ref[Executor]") -> None:
 
 
 def _run_worker(rank: int, worker: Callable[..., None], args: SequenceOf[Any], channel: Channel) -> None:
-    """Be a worker process."""
-    for number in OF_A_TERMINAL:  # rank 0 decides what to do, and this process ends when it does
-        signal.signal(number, signal.SIG_IGN)
+    """Be a worker process, which does not hear a terminal's signals: it ends when rank 0 does."""
     threading.Thread(target=_exit_with_parent, args=(channel,), daemon=True).start()
     channel.attach(rank)
     try:

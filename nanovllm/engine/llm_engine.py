@@ -46,7 +46,7 @@ class Runner(Protocol):
     block_size: int
 
     def run(self, seqs: SequenceOf[Sequence], is_prefill: bool) -> Promise: ...  # noqa: D102
-    def exit(self) -> None: ...  # noqa: D102
+    def exit(self) -> None: ...  # noqa: D102  # any number of times
 
 
 class LLMEngine:
@@ -213,12 +213,14 @@ class LLMEngine:
             is_stuck = self.scheduler.running or (self.scheduler.waiting and self.scheduler.waiting[0] is head)
             if not num_tokens and not finished and is_stuck:
                 raise RuntimeError("The scheduler can run nothing although requests wait; this is a fault of nanovllm.")
-            return [output for seq in finished if (output := self._output_if_complete(seq))], num_tokens
+            outputs = [output for seq in finished if (output := self._output_if_complete(seq))]
         except BaseException as error:
             self.reset()
             if self._is_closed and isinstance(error, Exception):
-                raise RuntimeError("This engine was closed in the midst of a step, by another thread.") from error
+                raise RuntimeError("This engine was closed in the midst of a step.") from error
             raise
+        self.check_open()
+        return outputs, num_tokens
 
     def stats(self) -> dict[str, float]:
         """Return counts and seconds since the engine started.

@@ -9,6 +9,7 @@ import functools
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
@@ -69,6 +70,7 @@ class ModelRunner:
     def __init__(self, config: Config, model_config: ModelConfig, folder: Path, tp: TensorParallel = SINGLE) -> None:
         self.tp = tp
         self._pid = os.getpid()
+        self._exiting = threading.RLock()
         self.model_config = model_config
         self.end_token_ids: Collection[int] = ()  # the tokens that `min_tokens` holds back; set by the engine
         self.dtype: torch.dtype = getattr(torch, config.dtype)
@@ -302,16 +304,17 @@ class ModelRunner:
         return rows, logits, tokens, logprobs
 
     def exit(self) -> None:
-        """Let go of weights and cache."""
+        """Let go of weights and cache; any number of times, in any thread."""
         for name in ("model", "kv_cache", "decode_state"):
             self.__dict__.pop(name, None)
         if hasattr(self, "device_ops") and os.getpid() == self._pid:  # not if it could not be built, nor in a fork
-            self.device_ops.graphs = None  # before the group, which waits until no graph holds its collectives
-            try:
-                self.tp.close()
-                self.tp.group = None  # its sockets and threads end with it
-            finally:
-                self.device_ops.close()
+            with self._exiting:
+                self.device_ops.graphs = None  # before the group, which waits until no graph holds its collectives
+                try:
+                    self.tp.close()
+                    self.tp.group = None  # its sockets and threads end with it
+                finally:
+                    self.device_ops.close()
 
     def __del__(self) -> None:
         if not sys.is_finalizing():

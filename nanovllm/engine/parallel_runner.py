@@ -18,7 +18,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.channel import Channel
-from nanovllm.engine.executor import _AT_EXIT, Executor
+from nanovllm.engine.executor import AT_EXIT, Executor
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import DecodeInput, PrefillInput, Promise, StepOutput, from_arrays, to_arrays
@@ -44,7 +44,7 @@ class ParallelRunner(ModelRunner):
         # Ranks on a CPU share its cores.
         self._num_threads = None if is_cuda else max(1, torch.get_num_threads() // size)
         args = config, model_config, folder.absolute(), self._num_threads  # a script that is imported may go elsewhere
-        util.Finalize(self, _exit_alive, (weakref.ref(self),), exitpriority=_AT_EXIT + 1)
+        util.Finalize(self, _exit_alive, (weakref.ref(self),), exitpriority=AT_EXIT + 1)
         with self._all_or_none(BaseException, own=ValueError):
             with interrupts_at_end():
                 self.executor = Executor(size, run_rank, args, slot_bytes=_SLOT_BYTES)
@@ -57,7 +57,7 @@ class ParallelRunner(ModelRunner):
     def run(self, seqs: SequenceOf[Sequence], is_prefill: bool) -> Promise:
         """See `ModelRunner.run`; after an error no rank can go on.
 
-        Ctrl-C waits until the step is launched, so that the ranks stay in step and the engine can go on.
+        Ctrl-C and the like wait until the step is launched, so that the ranks stay in step and the engine can go on.
         """
         self.executor.check()
         with interrupts_at_end(), self._all_or_none(BaseException), _threads(self._num_threads):

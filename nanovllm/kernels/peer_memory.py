@@ -69,12 +69,11 @@ class PeerMemory:
 
     def close(self) -> None:
         """Give the memory back; no kernel may be using it."""
-        own, opened = self._own, self._opened
-        self._own, self._opened, self.addresses = ctypes.c_uint64(), [], []  # first, should another thread close it too
-        for address in opened:
+        for address in self._opened:
             self._driver.cuIpcCloseMemHandle(address)
-        if own.value:
-            self._driver.cuMemFree_v2(own)
+        if self._own.value:
+            self._driver.cuMemFree_v2(self._own)
+        self._own, self._opened, self.addresses = ctypes.c_uint64(), [], []
 
     def _call(self, name: str, *args: Any) -> None:
         code = getattr(self._driver, name)(*args)

@@ -14,9 +14,9 @@ def in_forks(owner: Any, action: Callable[[Any], None]) -> None:
     _actions[owner] = action
 
 
-def keep(owner: Any) -> None:
-    """Never collect ``owner``, nor what it holds: ending that would need a device, or threads that a fork lacks."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner))
+def keep_in_forks(owner: Any) -> None:
+    """Have no fork collect ``owner``, nor what it holds: ending that would need a device, or threads that it lacks."""
+    in_forks(owner, lambda owner: ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner)))
 
 
 def _act() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.utils.forks import in_forks, keep
+from nanovllm.utils.forks import keep_in_forks
 
 distributed: Any = torch.distributed  # its classes are not all in its stubs
 
@@ -80,7 +80,7 @@ class TensorParallel:
         return cls(rank, size, group)
 
     def __post_init__(self) -> None:
-        in_forks(self, keep)
+        keep_in_forks(self)
 
     def meet(self, peers: Any) -> None:
         """Use ``peers`` from now on."""

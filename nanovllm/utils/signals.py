@@ -6,10 +6,15 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-# What a terminal sends to all processes of a job.
-OF_A_TERMINAL = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
-_INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)  # by which callers break off a call, if they handle them
+def _known(*names: str) -> tuple[signal.Signals, ...]:
+    return tuple(signal.Signals[name] for name in names if name in signal.Signals.__members__)
+
+
+# What a terminal sends to all processes of a job.
+OF_A_TERMINAL = _known("SIGINT", "SIGHUP", "SIGQUIT")
+
+_INTERRUPTS = _known("SIGINT", "SIGTERM", "SIGALRM")  # by which callers break off a call, where they handle them
 
 
 @contextlib.contextmanager
@@ -22,27 +27,44 @@ def blocked(signals: Iterable[signal.Signals]) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
+class _Notes:
+    """A handler that notes what comes, and passes it on once it is over: another that raised may have kept it there."""
+
+    def __init__(self) -> None:
+        self.handlers: dict[int, Any] = {}  # those in whose place it stands
+        self.came: dict[int, Any] = {}
+        self.is_over = False
+
+    def __call__(self, number: int, frame: Any) -> None:
+        if self.is_over or number in self.came:
+            self.handlers[number](number, frame)
+        else:
+            self.came[number] = frame
+
+
 @contextlib.contextmanager
 def interrupts_at_end() -> Iterator[None]:
-    """Have what interrupts the caller wait until the end of the block; a second signal of a kind does not wait."""
+    """Have what interrupts the caller wait until the end of the block; a second signal of a kind does not wait.
+
+    In the main thread, where alone Python handles signals. What `signal.siginterrupt` has set for them is lost.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers: dict[int, Any] = {number: signal.getsignal(number) for number in _INTERRUPTS}
-    handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
-    came: dict[int, Any] = {}
-
-    def note(number: int, frame: Any) -> None:
-        if number in came:
-            handlers[number](number, frame)
-        came.setdefault(number, frame)
-
-    for number in handlers:
-        signal.signal(number, note)
+    notes = _Notes()
     try:
+        for kind in _INTERRUPTS:
+            handler: Any = signal.getsignal(kind)
+            while isinstance(handler, _Notes) and handler.is_over:
+                handler = handler.handlers[kind]
+            if callable(handler):
+                notes.handlers[kind] = handler
+                signal.signal(kind, notes)
         yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    for number, frame in came.items():
-        handlers[number](number, frame)
+        notes.is_over = True
+        with contextlib.ExitStack() as stack:  # the last first, and each of them whatever the others raise
+            for number, frame in reversed(notes.came.items()):
+                stack.callback(notes.handlers[number], number, frame)
+            for number, handler in notes.handlers.items():
+                stack.callback(signal.signal, number, handler)
