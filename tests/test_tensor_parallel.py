@@ -28,7 +28,9 @@ from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.engine import executor, model_runner, parallel_runner
 from nanovllm.engine.channel import encode
 from nanovllm.engine.device import CpuDevice
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.step import DecodeInput, PrefillInput, from_arrays, to_arrays
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
@@ -669,6 +671,20 @@ def test_a_close_that_was_interrupted_can_be_called_again(
     llm.close()
     assert not hasattr(llm.engine.model_runner, "model")
     traces.assert_none()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(ModelRunner, "run"), (Scheduler, "postprocess"), (LLMEngine, "is_finished")]
+)
+def test_a_call_in_which_the_engine_is_closed_says_so(
+    owner: Any, name: str, tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make_llm(tiny_checkpoint(SHAPES["odd"]), 1)
+    monkeypatch.setattr(owner, name, getattr(owner, name))
+    spoil(owner, name, 1, llm.close)
+    llm.add_request([1, 2, 3], greedy(5))
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.step() if owner is Scheduler else llm.generate([[1, 2, 3]], greedy(5), use_tqdm=False)
 
 
 @pytest.mark.parametrize("size", [1, 2])
