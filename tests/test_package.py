@@ -173,7 +173,7 @@ def test_the_core_can_be_read_in_an_afternoon() -> None:
     }
     assert core.keys() >= {"engine/scheduler.py", "layers/sampler.py", "models/qwen3.py", "utils/loader.py", *RANKS}
     assert sum(lines for name, lines in core.items() if name not in RANKS) <= 2500
-    assert sum(core[name] for name in RANKS) <= 475
+    assert sum(core[name] for name in RANKS) <= 485
 
 
 def test_the_whole_package_stays_small() -> None:
@@ -182,5 +182,5 @@ def test_the_whole_package_stays_small() -> None:
     for path in FILES:
         apart = name_of(path).split("/")[0] in ("attention", "embedded", "kernels")
         lines[apart] += len(path.read_text(encoding="utf-8").splitlines())
-    assert lines[False] <= 5650
+    assert lines[False] <= 5700
     assert lines[True] <= 1900
