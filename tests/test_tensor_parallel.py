@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import tempfile
 import threading
 import time
@@ -389,7 +390,9 @@ def lose_connections_and_die() -> None:
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
-                os.close(int(fd))
+                connection = socket.socket(fileno=os.dup(int(fd)))
+                connection.getpeername()  # not of one that listens: gloo's own thread would abort, as if it were closed
+                connection.shutdown(socket.SHUT_RDWR)
     time.sleep(0.5)
     kill()
 
