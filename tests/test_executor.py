@@ -690,9 +690,7 @@ def test_an_interrupt_in_a_message_leaves_no_rank_out_of_step():
 class Script:
     """A script in a session of its own, all of whose output is kept."""
 
-    def __init__(
-        self, body: str, tmp_path: Path, *, guard: bool = True, first: str = "", cwd: Path | None = None
-    ) -> None:
+    def __init__(self, body: str, tmp_path: Path, *, guard: bool = True, first: str = "") -> None:
         head = f"""
             {first}
             import os, sys, time, signal, resource, multiprocessing
@@ -723,7 +721,6 @@ class Script:
                 stderr=errors,
                 text=True,
                 start_new_session=True,
-                cwd=cwd,
             )
 
     def read_line(self) -> str:
@@ -800,17 +797,20 @@ WAITS = {
     "for a slot": [SERVES, HANGS, NOW, "while True: executor.send('nothing')"],
     "for a start": ["executor = attached(1, HANG, None)", NOW, "executor.wait_ready()"],
     "while sending": [SERVES, NOW, "while True: executor.send('record', np.arange(9))"],
+    "for imports": ["os.environ['IMPORT_S'] = '3'", "executor = Executor(3, work)", NOW, "executor.wait_ready()"],
 }
 
 
-@pytest.mark.parametrize("place", [*WAITS, "for imports"])
-def test_ctrl_c_ends_everything(place, tmp_path, traces, monkeypatch):
-    if place == "for imports":
-        monkeypatch.setenv("IMPORT_S", "3")
-    script = Script(
-        "\n".join(WAITS.get(place, ["executor = Executor(3, work)", NOW, "executor.wait_ready()"])), tmp_path
-    )
+def waiting(place: str, tmp_path: Path) -> Script:
+    """Return a script that has begun to wait there."""
+    script = Script("\n".join(WAITS[place]), tmp_path)
     assert (script.read_line(), script.read_line()) == ("begin", "now")
+    return script
+
+
+@pytest.mark.parametrize("place", WAITS)
+def test_ctrl_c_ends_everything(place, tmp_path, traces):
+    script = waiting(place, tmp_path)
     time.sleep(0.3)
     begin = time.monotonic()
     os.killpg(script.process.pid, signal.SIGINT)  # a terminal sends it to all of a job's processes
@@ -822,10 +822,9 @@ def test_ctrl_c_ends_everything(place, tmp_path, traces, monkeypatch):
     traces.assert_none()
 
 
-@pytest.mark.parametrize("place", WAITS)
+@pytest.mark.parametrize("place", [place for place in WAITS if place != "for imports"])
 def test_killing_rank_0_leaves_nothing(place, tmp_path, traces):
-    script = Script("\n".join(WAITS[place]), tmp_path)
-    assert (script.read_line(), script.read_line()) == ("begin", "now")
+    script = waiting(place, tmp_path)
     time.sleep(0.1)
     script.process.kill()
     traces.assert_none()
@@ -836,14 +835,9 @@ def test_killing_rank_0_leaves_nothing(place, tmp_path, traces):
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT])
-@pytest.mark.parametrize("place", [*WAITS, "for imports"])
-def test_what_a_terminal_sends_to_all_processes_leaves_nothing(place, number, tmp_path, traces, monkeypatch):
-    if place == "for imports":
-        monkeypatch.setenv("IMPORT_S", "2")
-    script = Script(
-        "\n".join(WAITS.get(place, ["executor = Executor(3, work)", NOW, "executor.wait_ready()"])), tmp_path
-    )
-    assert (script.read_line(), script.read_line()) == ("begin", "now")
+@pytest.mark.parametrize("place", WAITS)
+def test_what_a_terminal_sends_to_all_processes_leaves_nothing(place, number, tmp_path, traces):
+    script = waiting(place, tmp_path)
     time.sleep(0.1)
     os.killpg(script.process.pid, number)
     traces.assert_none()
@@ -852,10 +846,9 @@ def test_what_a_terminal_sends_to_all_processes_leaves_nothing(place, number, tm
     assert "Traceback" not in errors or place == "for imports"  # whose end finds nothing to attach to
 
 
-@pytest.mark.parametrize("place", [place for place in WAITS if place != "for a start"])
+@pytest.mark.parametrize("place", [place for place in WAITS if place not in ("for a start", "for imports")])
 def test_killing_all_processes_at_once_leaves_nothing(place, tmp_path, traces):
-    script = Script("\n".join(WAITS[place]), tmp_path)
-    assert (script.read_line(), script.read_line()) == ("begin", "now")
+    script = waiting(place, tmp_path)
     os.killpg(script.process.pid, signal.SIGKILL)
     traces.assert_none()
     script.wait()

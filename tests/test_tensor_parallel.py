@@ -547,14 +547,14 @@ def interrupt_twice() -> None:
     interrupt()
 
 
+def stop(number: int, frame: Any) -> None:
+    raise TimeoutError
+
+
 @pytest.fixture
 def timeout() -> Iterator[None]:
     """Have an alarm raise TimeoutError, as callers do to limit the time of a call."""
-
-    def end(number: int, frame: Any) -> None:
-        raise TimeoutError
-
-    previous = signal.signal(signal.SIGALRM, end)
+    previous = signal.signal(signal.SIGALRM, stop)
     yield
     signal.signal(signal.SIGALRM, previous)
 
@@ -585,10 +585,6 @@ def test_a_second_ctrl_c_does_not_wait_and_ends_all_ranks(tiny_checkpoint: Check
     with pytest.raises(RuntimeError, match=r"make a new engine. It was: KeyboardInterrupt"):
         llm.generate([[1, 2, 3]], greedy(3), use_tqdm=False)
     llm.close()
-
-
-def stop(number: int, frame: Any) -> None:
-    raise TimeoutError
 
 
 def alarm_around_a_block(delay_s: float) -> None:
@@ -718,10 +714,13 @@ def test_what_ends_the_start_of_rank_0_leaves_nothing(
     assert not caplog.records
 
 
+@pytest.mark.parametrize("delay_s", [0, 3], ids=["at once", "when another rank has found it, and is dead"])
 def test_a_fault_of_the_checkpoint_is_the_error_that_one_rank_gives(
-    tmp_path: Path, traces: Traces, caplog: pytest.LogCaptureFixture
+    delay_s: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, traces: Traces, caplog: pytest.LogCaptureFixture
 ) -> None:
     shape = SHAPES["odd"]
+    monkeypatch.setattr(model_runner, "load_model", model_runner.load_model)
+    spoil(model_runner, "load_model", 1, functools.partial(time.sleep, delay_s))
     folder = shape.save(tmp_path / "model", {k: v for k, v in shape.tensors().items() if "layers.1.mlp.up" not in k})
     with pytest.raises(ValueError, match=r"Missing \(1\): model.layers.1.mlp.up_proj.weight"):
         make_llm(folder, 2)
@@ -791,18 +790,6 @@ def test_a_rank_that_dies_while_the_ranks_connect_is_named_at_once(
     for thread in threading.enumerate():  # connecting ends by its own time limit alone
         if thread.name == "nanovllm-connect":
             thread.join(SECONDS)
-
-
-def test_a_fault_that_every_rank_finds_is_told_as_by_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, traces: Traces
-) -> None:
-    """Also if another rank has found it first, and is dead."""
-    shape = SHAPES["odd"]
-    folder = shape.save(tmp_path / "model", {k: v for k, v in shape.tensors().items() if "layers.1.mlp.up" not in k})
-    monkeypatch.setattr(model_runner, "load_model", model_runner.load_model)
-    spoil(model_runner, "load_model", 1, functools.partial(time.sleep, 3))
-    with pytest.raises(ValueError, match=r"Missing \(1\): model.layers.1.mlp.up_proj.weight"):
-        make_llm(folder, 2)
 
 
 def test_a_fault_of_the_tokenizer_ends_the_ranks_though_the_error_is_kept(tmp_path: Path, traces: Traces) -> None:
